@@ -77,9 +77,9 @@ class AdamW(torch.optim.AdamW):
 class AdamW8bit(AdamW):
     """AdamW that stores moments of matrices in 8 bits, with torchao. All other moments are fp32.
 
-    A parameter group with the entry "quantised" contains matrices whose rows have a multiple of MOMENT_BLOCK elements. Each
-    moment consists of two tensors: codes, uint8 with the shape of the parameter, and scales, fp32 (rows, blocks per row). Both
-    are sharded like the parameter.
+    A parameter group with the entry "quantised" contains matrices. Their rows have a multiple of MOMENT_BLOCK elements. Each
+    moment consists of codes and scales. The codes are uint8 with the shape of the parameter. The scales are fp32 (rows, blocks
+    per row). Codes and scales are sharded like the parameter.
 
     Args:
         compiled: whether torch.compile fuses the update of a matrix. Without torch.compile, the update needs several fp32
@@ -211,8 +211,8 @@ def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
     """Return the peak learning rate: 6e-4 for 124 million parameters, and at most 2e-3.
 
     Similar to GPT-3 (Brown et al. 2020, https://arxiv.org/abs/2005.14165, table 2.1), larger models have lower rates. With
-    `model.qk_norm`, the rate is 1.75 times higher, but at most 3e-3. A run that continues from trained weights uses a tenth of
-    the rate, because a large rate would destroy the weights.
+    `model.qk_norm`, the rate is 1.75 times higher, but at most 3e-3. Runs that start from trained weights use a tenth of the
+    rate. A larger rate would destroy the weights.
     """
     factor, highest = (1.75, 3e-3) if qk_norm else (1.0, 2e-3)
     rate = min(highest, factor * 6e-4 * (124e6 / num_parameters) ** 0.4)

@@ -1,8 +1,8 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
-On SIGTERM, SIGHUP, Ctrl-C or at its time limit, a run completes its current step, saves a checkpoint and exits. A stop request
-also interrupts an evaluation, and interrupts a step after the current micro-step. Another launch resumes from the checkpoint,
-and repeats the interrupted work.
+A run stops on SIGTERM, SIGHUP or Ctrl-C, or at its time limit. The run then completes its step, saves a checkpoint and exits. A
+stop request also interrupts an evaluation, and a step between two of its micro-steps. The next launch resumes from the
+checkpoint, and repeats the interrupted work.
 """
 
 import errno
@@ -29,7 +29,7 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _received_signals: set[int] = set()
 # Another part of the run may set this flag to request a stop.
 _is_stop_requested = False
-# Python writes each signal to this pipe at once, but calls its handler only when the main thread returns to Python. A save may
+# Python writes each signal to this pipe at once. Signal handlers run only when the main thread returns to Python. A save may
 # keep the main thread busy for longer than torchrun waits.
 _signal_pipe: int | None = None
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -37,7 +37,7 @@ REQUESTED = "{}: the run ends after this step or micro-step, and saves a checkpo
 
 
 def _launch_time() -> float:
-    """Return the start time of torchrun, or else of this process, on the clock of `time.monotonic`."""
+    """Return when torchrun started, or else this process, on the clock of `time.monotonic`."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
         # Field 22 is the start time in clock ticks since boot.
@@ -64,8 +64,8 @@ def handle_stop_signals() -> Generator[None]:
     """Record SIGTERM, SIGHUP and SIGINT in this context for `stop_requested`.
 
     Outside this context, a stop signal ends the process at once. A process that ignores SIGHUP, as under nohup, keeps ignoring
-    SIGHUP. torchrun may forward the same SIGTERM several times. After the first Ctrl-C, a second Ctrl-C ends
-    the process at once, and so does the SIGTERM that torchrun then sends.
+    SIGHUP. torchrun may forward the same SIGTERM several times. After the first Ctrl-C, another Ctrl-C or a SIGTERM from
+    torchrun ends the process at once.
     """
 
     announced: set[int] = set()

@@ -97,7 +97,7 @@ class Run(InferenceRun, TrainingResources):
     loader: Loader  # loads the batches of steps and plans their attention
     graphs: ModelGraphs | None
     host_updates: HostUpdates  # the updates of the parameters in host memory
-    # The latest result of `step.prepare_step`, by the number of sequences that earlier steps consumed.
+    # Maps the number of sequences in earlier steps to the latest result of `step.prepare_step`.
     prepared: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -114,7 +114,9 @@ class Run(InferenceRun, TrainingResources):
 
 
 def find_resources(config: Config, init_from: Path | None = None) -> TrainingResources:
-    """Check the settings against the machine, choose all settings that the user leaves open, and load the data.
+    """Check the settings against the machine, and load the data.
+
+    Choose all settings that the user leaves open.
 
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
@@ -187,7 +189,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         config: the settings, which `config.check` must have accepted.
         init_from: the path of the initial weights, which are checked, but not loaded.
         parent: the checkpoint of another run from which this run branches.
-        progress: the number of steps that a resumed run has taken, and the number of their sequences.
+        progress: the completed steps of a resumed run, and the number of their sequences.
 
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
@@ -274,7 +276,7 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
         weights: a checkpoint, or a folder with a Hugging Face model.
 
     Raises:
-        ConfigError: on every rank, if the machine does not support the settings, or the weights do not fit them.
+        ConfigError: on every rank, if the machine does not support the settings, or the weights do not fit.
     """
     set_deterministic(config.trainer.deterministic)
     with sync_errors():
@@ -389,7 +391,7 @@ def uses_compile(config: Config, device: torch.device) -> bool:
 
 
 def _best_ulysses(config: Config, sequence: int, device: torch.device, bf16: bool) -> int:
-    """Choose the number of ranks per all-to-all with the cost model on rank 0.
+    """Choose the number of ranks per all-to-all with a cost model. All ranks use the choice of rank 0.
 
     `sequence` is the number of ranks that share a sequence.
     """

@@ -1,4 +1,4 @@
-"""Take one optimizer step: get the batches of this rank and their plans, compute the loss, and update."""
+"""Take one optimizer step: get this rank's batches and plans, compute the loss, and update the parameters."""
 
 import math
 import time
@@ -64,7 +64,7 @@ class ExpertBalance:
 
     def __call__(self, routing: Tensor) -> Tensor:
         """Return this rank's part of the loss. All ranks call this function. See `GPT.forward`."""
-        # The load-balancing loss is computed over the tokens of all ranks, so that it does not depend on the number of ranks.
+        # The loss covers the tokens of all ranks, so it does not depend on the number of ranks.
         tokens = routing[:, 0].detach().clone()
         dist.all_reduce(tokens)
         loss = self._share * balance_loss(routing, tokens, self._experts_per_token)
@@ -91,9 +91,9 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
 
     Returns:
         The record of the step, and whether any rank should stop after it. The record contains `loss` (nats per token),
-        `grad_norm` (before clipping), `lr`, `flops` (model FLOPs of all ranks) and `data_wait_s` (seconds in which the device
-        of this rank was idle). For experts, the record contains `balance_loss` and `expert_imbalance` (the tokens of the
-        busiest expert, relative to the mean). Only `data_wait_s` differs between ranks.
+        `grad_norm` (before clipping) and `lr`. Further entries are `flops` (model FLOPs of all ranks) and `data_wait_s`
+        (seconds in which the device of this rank was idle). For experts, the record contains `balance_loss` and
+        `expert_imbalance` (the tokens of the busiest expert, relative to the mean). Only `data_wait_s` differs between ranks.
 
     Raises:
         Diverged: on every rank, if the loss or the gradient norm is not finite. The optimizer has already used these gradients,
@@ -103,16 +103,17 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     start = time.perf_counter()
     ready = prepare_step(run, consumed)
     data_wait = time.perf_counter() - start
-    # Each loss is divided by the labels of the whole step, so that the sum over all ranks and micro-steps is the mean.
+    # Each loss is divided by the number of labels of the whole step. The sum over all ranks and micro-steps is therefore the
+    # mean.
     num_valid = max(ready.num_labels, 1)
-    # One all-reduce sums the losses, the number of ranks that should stop, and the squared norms of the gradients.
+    # One all-reduce sums losses, stop requests and squared gradient norms.
     sums = torch.zeros(3, dtype=torch.float32, device=run.device)
     micro_steps = ready.micro_steps
     balance = None if run.config.model.experts is None else ExpertBalance(run, len(micro_steps))
     try:
         for micro_step in until_stopped(run, micro_steps) if len(micro_steps) > 1 else micro_steps:
             loss = compute_loss(run, micro_step, num_valid, balance)
-            # A thread of autograd would have to wake up for every backward pass, and would compete for Python's lock.
+            # A separate autograd thread would wake up for every backward pass, and compete for Python's lock.
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()
             if run.graphs is not None:
@@ -181,7 +182,7 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
     run.optimizer.zero_grad()
     stays_gathered = not estimate.reshard_after_forward(run.config.model, run.bf16)
     if step < run.config.trainer.steps and stays_gathered and run.plan.host_blocks == 0:
-        # Gather the parameters now, so that the GPU does not wait until the host launches the gather of the next step.
+        # Gather the parameters now. Otherwise, the GPU would wait until the host launches the gather of the next step.
         cast("FSDPModule", run.model).unshard()
     return lr
 

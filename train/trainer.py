@@ -133,7 +133,7 @@ def check_results(directory: Path) -> None:
     """Check before the first step that the run can write its results.
 
     Raises:
-        ConfigError: a folder has the name of one of the run's files, or the folder of the checkpoints cannot be written.
+        ConfigError: a folder has the name of a file that the run writes, or the checkpoint folder is not writable.
     """
     checkpoints = directory / "checkpoints"
     if os.path.lexists(checkpoints) and not (checkpoints.is_dir() and os.access(checkpoints, os.W_OK | os.X_OK)):
@@ -343,7 +343,7 @@ def check_space(run: Run, directory: Path, done: int) -> None:
 
 
 def keep_settings(config: Config, directory: Path, checkpoint: Path) -> tuple[Config, tuple[int, int]]:
-    """Return the settings of a run that resumes from `checkpoint`, and how many steps and sequences it has completed."""
+    """Return the settings of a run that resumes from `checkpoint`, and its completed steps and sequences."""
     with sync_errors():
         meta = resume_rules.read_run_meta(checkpoint)
         consumed: Any = meta.get("consumed")  # which `resume` checks
@@ -381,7 +381,7 @@ def save_checkpoint(run: Run, directory: Path, step: int, consumed: int, saver: 
     """
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
-    # Save the number of warmup steps, so that a larger `trainer.steps` does not change the warmup of a resumed run.
+    # Save the number of warmup steps. A larger `trainer.steps` then does not change the warmup of a resumed run.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}

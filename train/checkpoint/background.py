@@ -1,7 +1,7 @@
 """Save checkpoints in a background thread, while training continues.
 
 A step waits only while its tensors are copied to host memory. A background thread passes the copies to `storage.save`. The
-thread has its own process group, so that ranks never match a collective of the thread with a collective of a step.
+thread has its own process group, so that its collectives never mix with the collectives of a step.
 
 If a save fails, the thread requests a stop, which all ranks notice in the same step. All ranks then wait for the save and raise
 its error.
@@ -75,7 +75,7 @@ class Saver:
 
     Args:
         device: the device of this rank.
-        size: the bytes of host memory to reserve for copies on this rank, or None to save in the foreground.
+        size: the bytes of host memory for copies on this rank; None to save in the foreground.
         timeout_s: the timeout of a collective in seconds.
     """
 
@@ -141,7 +141,7 @@ def _nothing() -> Future[Path | None]:
 
 
 class HostCopies:
-    """Copies of tensors in one block of host memory, which is pinned for a GPU and reused by every `copy`."""
+    """Holds copies of tensors in one block of host memory. Every `copy` reuses the block, which is pinned for a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._block = device, torch.empty(0, dtype=torch.uint8, device="cpu")

@@ -1,4 +1,6 @@
-"""List the families of models in Hugging Face's format, and map their config.json and weights to our settings and names.
+"""List the supported families of Hugging Face models.
+
+A family maps its config.json to our settings, and its weights to our names.
 
 Every supported family is a variation of Llama. To support another family whose parts our model has, add an entry to FAMILIES.
 """
@@ -98,7 +100,7 @@ def smollm_layers(config: dict[str, Any]) -> list[str]:
     has_window = config.get("use_sliding_window") and config.get("sliding_window") is not None
     kinds = listed(config, lambda layer: "sliding" if has_window and not has_rope[layer - 1] else "full")
     if "sliding" in kinds and not config.get("use_sliding_window"):
-        # In transformers, the window then depends on the attention function.
+        # Without use_sliding_window, the window in transformers depends on the attention function.
         raise ConfigError("layer_types contains sliding_attention, but use_sliding_window is not true")
     return [kind if rope else f"{kind}-nope" for kind, rope in zip(kinds, has_rope, strict=False)]
 
@@ -338,7 +340,7 @@ NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-# The only supported values of some entries of config.json, unless `Family.fixed` contains another value
+# These entries of config.json must have these values, unless `Family.fixed` contains another value
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 # Entries of config.json that switch on unsupported features
 OFF = (

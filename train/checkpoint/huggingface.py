@@ -86,8 +86,8 @@ def family_of(path: Path) -> Family:
 def read_settings(path: Path) -> dict[str, Any]:
     """Return the settings of the model in a folder, with ModelConfig's names.
 
-    Without `rope_factor`, `rope_trained_len` and `rope_scaling` are left out. If the weights contradict `tie_word_embeddings`,
-    the weights take precedence.
+    If there is no `rope_factor`, the result lacks `rope_trained_len` and `rope_scaling`. If the weights contradict
+    `tie_word_embeddings`, the weights take precedence.
 
     Raises:
         ConfigError: a file cannot be read, or describes a model that is not supported.
@@ -240,7 +240,8 @@ def _rope_factor(config: dict[str, Any], rope: dict[str, Any]) -> float:
 def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
     """Return whether the embedding is also the output head.
 
-    `declared` is `tie_word_embeddings`. As in transformers, weights with a different head take precedence.
+    `declared` is `tie_word_embeddings`. As in transformers, a head in the weights that differs from the embedding takes
+    precedence.
     """
     names = [f"{NAMES[name]}.weight" for name in ("embedding", "head")]
     embedding, head = map(files.get, names)

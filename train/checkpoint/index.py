@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-# Unpickling may create objects of these classes, because doing so has no side effects.
+# Unpickling may create objects of these classes, because their creation has no side effects.
 _METADATA_CLASSES = (
     *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
     *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),

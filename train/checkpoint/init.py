@@ -46,7 +46,7 @@ def load(path: Path, model: nn.Module) -> None:
     """Load the weights at `path` into `model`. All ranks call this function. Call `compare_settings` first.
 
     Raises:
-        ConfigError: on every rank, if a weight is missing, has another shape or is not finite, or if a file cannot be read.
+        ConfigError: on every rank, if a file cannot be read, or a weight is missing, not finite or of another shape.
     """
     if huggingface.is_model(path):
         with sync_errors():

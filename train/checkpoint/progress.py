@@ -40,7 +40,7 @@ def show_progress(
         verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").
         path: what the body processes, such as the file or the folder that it reads or writes.
         size: the number of bytes that all ranks together read or write, or the amount of other work.
-        fraction: a function that returns how much of the work is done, from 0 to 1, and which a thread calls.
+        fraction: returns the completed part of the work, from 0 to 1. A thread calls this function.
         unit: the unit of `size`, such as "tokens", or None for bytes.
         if_killed: a function that returns the consequence of a kill, which is logged after a stop signal.
     """

@@ -1,4 +1,4 @@
-"""Find the checkpoint from which a run resumes, and compare the settings and the corpus of the checkpoint and the run."""
+"""Find the checkpoint from which a run resumes, and compare the checkpoint with the run's settings and corpus."""
 
 import json
 import logging
@@ -98,7 +98,8 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
     checkpoints.
 
     Returns:
-        The checkpoint (None for a new run), and the checkpoint of another run from which this run branched (or None).
+        (checkpoint, parent). The checkpoint is None for a new run. The parent is the checkpoint of another run from which this
+        run branched, or None.
 
     Raises:
         ConfigError: on every rank, if the checkpoints contradict `trainer.resume` or `trainer.init_from`, or cannot be read.
@@ -173,7 +174,7 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
 
 
 def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], config: Config) -> None:
-    """Check the saved position in the corpus, and that this run has the corpus of the checkpoint.
+    """Check that the run has the corpus of the checkpoint, and that the saved position is valid.
 
     `current` is the fingerprint of the run's corpus. Other arguments as in `apply_saved_settings`.
 
@@ -261,7 +262,7 @@ def compare_model_settings(path: Path, meta: dict[str, Any], config: Config) -> 
 
 
 def _changes(meta: dict[str, Any], config: Config, groups: Iterable[str], free: Iterable[str] = FREE) -> dict[str, str]:
-    """Describe each setting in `groups` whose value differs from the checkpoint, except those in `free`.
+    """Describe the settings of `groups` that differ from the checkpoint, except settings in `free`.
 
     Returns:
         A dict from the name of each differing setting to its description.

@@ -19,7 +19,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 def train_state(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
     """Return the tensors of `model_state`, and the optimizer state as "optim.<parameter>.<exp_avg | exp_avg_sq | step>".
 
-    If the optimizer has not taken a step, its state is filled with zeros, so that a checkpoint can be loaded into it.
+    Before the optimizer's first step, its state consists of zeros, so that a checkpoint can be loaded.
     """
     # `model_state` comes first, because it makes FSDP shard the parameters that an evaluation has gathered. The optimizer knows
     # only sharded parameters.
@@ -46,7 +46,7 @@ def load_rng_state(path: Path) -> bool:
     """Restore this rank's random generators from a checkpoint. All ranks call this function.
 
     Returns:
-        False if another number of ranks saved the checkpoint. The generators are unchanged.
+        False if another number of ranks saved the checkpoint. The generators are then unchanged.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read.

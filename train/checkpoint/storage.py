@@ -238,7 +238,7 @@ def read_tensor_names(path: Path) -> set[str]:
 def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place with the values in a checkpoint. All ranks call this function.
 
-    The sharding of a DTensor may differ from that in the checkpoint. Names, shapes and dtypes are compared before any tensor is
+    A DTensor may be sharded differently than in the checkpoint. Names, shapes and dtypes are compared before any tensor is
     read. `tensors` must not contain only a part of the model or of the optimizer state.
 
     Raises:
@@ -276,7 +276,7 @@ def _convert_errors(problem: str, advice: str) -> Generator[None]:
 
 
 def _is_full_disk(error: BaseException | None) -> bool:
-    """If the disk is full, torch may raise "unexpected pos" instead of an OSError."""
+    """Return whether the disk is full, which torch may report as "unexpected pos" instead of an OSError."""
     if isinstance(error, OSError):
         return error.errno in FULL_DISK
     if error is not None and error.__context__ is not None:
@@ -350,7 +350,7 @@ def _meta_checksum(meta: dict[str, Any]) -> int:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    # Sync the contents first, so that a power failure never leaves an incomplete checkpoint with its final name.
+    # Sync the contents first. Otherwise, a power failure could leave an incomplete checkpoint under its final name.
     _fsync(temporary)
     if target.exists():
         _hide(target)
@@ -359,7 +359,7 @@ def _publish(temporary: Path, target: Path) -> None:
 
 
 def _fsync(path: Path) -> None:
-    """Wait until the content of a file, or the list of files of a directory, is on the disk."""
+    """Wait until a file's content, or a directory's list of files, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -417,7 +417,7 @@ class _Writer(dcp.FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         self.sizes = {".metadata": Path(self.path, ".metadata").stat().st_size}
-        # In some releases of torch, `super().finish` fills a copy of `metadata`, so read the shards from `results`.
+        # In some releases of torch, `super().finish` fills a copy of `metadata`. Therefore read the shards from `results`.
         for info in (result.storage_data for of_rank in results for result in of_rank):
             # The shards of a file follow each other without gaps.
             self.sizes[info.relative_path] = max(self.sizes.get(info.relative_path, 0), info.offset + info.length)
@@ -467,7 +467,8 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """Read a shard of a tensor and check its checksum.
 
-        If an earlier version saved no checksum of the shard, check the checksums in the zip archive, which torch.load ignores.
+        Earlier versions saved no checksums of shards. In this case, check the checksums in the zip archive, which torch.load
+        ignores.
         """
         content = super()._slice_file(file, sinfo).read()
         with _report_damage(Path(self.path), Path(file.name).name):

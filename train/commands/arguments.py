@@ -68,7 +68,7 @@ def parse(arguments: list[str], options: type, settings: tuple[str, ...] = ()) -
     `settings` names the settings that the command accepts in addition to SETTINGS.
 
     Raises:
-        ConfigError: an argument has no `=`, an unknown name or a value of the wrong type, or a required option is missing.
+        ConfigError: an argument lacks `=`, has an unknown name or a wrong type, or a required option is missing.
     """
     types = {each.name: each.type for each in fields(options)}
     values, overrides = dict[str, Any](), dict[str, str]()

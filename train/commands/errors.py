@@ -51,7 +51,7 @@ def describe_external_error(error: Exception) -> str | None:
 
 
 def describe_compile_error(error: BackendCompilerFailed) -> str:
-    """Describe an error of torch.compile: in one line if its cache is damaged, and otherwise with a traceback."""
+    """Describe an error of torch.compile: one line if its cache is damaged, or else a traceback."""
     advice = f"if an earlier launch was killed while it compiled, remove {cache_dir()}; otherwise set trainer.compile=false"
     cause = error.inner_exception
     if isinstance(cause, ImportError | OSError):

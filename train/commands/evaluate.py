@@ -8,8 +8,8 @@
 The losses at all lengths are means over the same target tokens. A model that benefits from a long context has a lower loss at a
 longer length. The table contains 95% intervals of the losses, and of their differences from the loss at the shortest length.
 
-The command only reads the files of the run. It writes a table, evaluation.md, and a plot, evaluation.png, to another folder. By
-default, the command evaluates the held-out text of the run. These settings select another text:
+The command only reads the files of the run. The command writes a table, evaluation.md, and a plot, evaluation.png, to another
+folder. By default, the command evaluates the held-out text of the run. These settings select another text:
 
     data=text, jsonl, parquet, hub or stdlib    the kind of text
     data.path=...                               the files or the dataset
@@ -24,10 +24,10 @@ With evaluate=recall, the command generates the sequences of data=recall. The fi
 accuracy by sequence length and by position of the answer. By default, the recall task is evaluated at the training length, half
 of it, a quarter, and so on. Any model can be evaluated.
 
-With evaluate=needle, the command hides a fact in a long text, asks the model for the fact, and measures the accuracy by length
-and depth. Similar tasks hide four facts (evaluate=needles), a chain of variables (evaluate=variables) or sentences to count
-(evaluate=counting). By default, the facts are hidden in the source code of Python's standard library. With data.format=chat,
-the chat template of the tokenizer is used.
+With evaluate=needle, the command hides a fact in a long text, and asks the model for the fact. The accuracy is measured by
+length and depth. Similar tasks hide four facts (evaluate=needles), a chain of variables (evaluate=variables) or sentences to
+count (evaluate=counting). By default, the facts are hidden in the source code of Python's standard library. With
+data.format=chat, the chat template of the tokenizer is used.
 """
 
 from dataclasses import dataclass, replace

@@ -24,7 +24,7 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
     """Evaluate a model on a task, and write the results to the folder `output`. All ranks call this function.
 
     Raises:
-        ConfigError: on every rank, if a setting is invalid, the text is too short, or a length is too small.
+        ConfigError: on every rank, if a setting is invalid, or the text or a length is too short.
     """
     data, configs = evaluation_configs(model.config, overrides)
     with sync_errors():
@@ -51,7 +51,8 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataConfig, list[Config]]:
-    """Return the data settings of the tokenizer and the chat template, and one set of settings per length, in ascending order.
+    """Return (data, configs). The settings `data` contain the tokenizer and the chat template. The list `configs` has one entry
+    per length, in ascending order.
 
     By default, the facts are hidden in Python's standard library. `overrides` may select another text. Raise ConfigError if
     `data.format` is neither text nor chat.

@@ -7,8 +7,8 @@ The exported folder contains config.json, generation_config.json, safetensors fi
 on bytes is exported without a tokenizer, because transformers has none for bytes.
 
 By default, the command chooses the first architecture in `ringattn.train.checkpoint.families` that supports the model, usually
-Llama. If the run started from a folder in Hugging Face's format, the export contains all files of this folder except its
-weights. The command changes config.json and generation_config.json only where the run differs.
+Llama. If the run started from a Hugging Face folder, the export contains all files of the folder except its weights. The
+command changes config.json and generation_config.json only where the run differs.
 
 The exporting process holds all parameters in memory at once.
 """
@@ -124,8 +124,8 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         dtype: the dtype of the exported parameters.
 
     Raises:
-        ConfigError: the checkpoint or its tokenizer is missing, the tokenizer has changed, transformers has no suitable
-            architecture, the folder is not empty, or the folder cannot be written.
+        ConfigError: the checkpoint or its tokenizer is missing, or the tokenizer has changed. Other reasons are that
+            transformers has no suitable architecture, or that the folder is not empty or cannot be written.
     """
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
@@ -254,7 +254,7 @@ def exported_tensors(
 
 
 def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
-    """Copy the tokenizer.json at `path`, and copy files of the tokenizer that are missing in `folder`."""
+    """Copy the tokenizer.json at `path`, and further files of the tokenizer that `folder` lacks."""
     shutil.copyfile(path, folder / "tokenizer.json")
     for name in TOKENIZER_FILES:
         if path.with_name(name).is_file() and not (folder / name).exists():

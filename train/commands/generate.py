@@ -81,8 +81,8 @@ def run_command_line(arguments: list[str]) -> None:
 def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
     """Yield the text of a prompt and of its continuation in pieces, as soon as the tokens are known.
 
-    The text of a token may depend on earlier tokens, so all tokens are decoded after every new token. Until the last token of a
-    character is known, the text ends in the replacement character, which is not yielded.
+    The text of a token may depend on earlier tokens, so all tokens are decoded after every new token. A character may consist
+    of several tokens. Before its last token, the text ends in the replacement character, which is not yielded.
     """
     known, length = list(prompt), 0
     text = tokenizer.decode(known)

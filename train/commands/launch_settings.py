@@ -39,7 +39,7 @@ def resolve_settings(
         world_size: the number of ranks, used only with `lengths`.
 
     Raises:
-        ConfigError: a file cannot be read, the checkpoints contradict the settings, or the user sets a value that is derived.
+        ConfigError: a file cannot be read, the checkpoints contradict the settings, or the user sets a derived value.
     """
     given = given_names(overrides)
     check_sources(composed, given)

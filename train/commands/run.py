@@ -236,7 +236,7 @@ def _common_settings(*, _root_: DictConfig) -> str:
 
 
 def select_recipe() -> None:
-    """On a GPU, add `recipe=gpu` to the command line unless it selects a recipe or an experiment."""
+    """On a GPU, add `recipe=gpu` to a command line without a recipe or an experiment."""
     chosen = [argument for argument in sys.argv if argument.startswith(("recipe=", "experiment=", "+experiment="))]
     if torch.cuda.is_available() and not chosen and "trainer.device=cpu" not in sys.argv:
         sys.argv.insert(1, "recipe=gpu")

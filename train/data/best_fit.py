@@ -4,8 +4,8 @@
     sequence    pieces that together have at most S tokens; padding fills the rest
     epoch       all sequences in a random order
 
-Pieces are packed from the longest to the shortest. Each piece goes to the fullest sequence that still has space for it. For
-the data, a checkpoint contains only the number of consumed sequences.
+Pieces are packed from the longest to the shortest. Each piece goes to the fullest sequence that still has space for it. A
+checkpoint stores the position in the data as the number of consumed sequences.
 """
 
 from bisect import bisect_left, insort
@@ -20,13 +20,13 @@ from ringattn.train.data.shards import Documents
 class BestFitDataset(PaddedSequences):
     """Packs an endless series of sequences so that few documents are cut. The arguments and the index i determine sequence i.
 
-    Every document begins with the same token, which is also the label of the last token of every document.
+    Every document begins with the same token. This token is also the label of every document's last token.
     """
 
     def __init__(self, documents: Documents, seq_len: int, seed: int, group_size: int = 1):
         """Pack the documents into sequences of `seq_len` tokens.
 
-        `seed` is the seed of the random orders. A `group_size` of more sequences than an epoch has is ignored.
+        `seed` is the seed of the random orders. A `group_size` above the number of sequences per epoch is ignored.
         """
         super().__init__(documents, seq_len, seed)
         counts = -(-self.lengths // seq_len)
@@ -35,7 +35,8 @@ class BestFitDataset(PaddedSequences):
         self._size = np.minimum(self.lengths[self._number] - self._start, seq_len)
         order = random_order(np.random.Philox(key=[seed % 2**64, PACKING]), len(self._size))
         sequence = pack_best_fit(self._size[order], seq_len)
-        # The pieces of one sequence are neighbours in `_pieces`, and `_first` contains the index of its first piece.
+        # The pieces of one sequence are neighbours in `_pieces`. For each sequence, `_first` contains the index of the first
+        # piece.
         self._pieces = order[sequence.argsort(kind="stable")]
         self._first = np.concatenate([[0], np.bincount(sequence).cumsum()])
         self._begin(len(self._first) - 1, self.tokens_per_epoch, group_size)

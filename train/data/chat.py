@@ -1,7 +1,7 @@
 """Render conversations with the chat template of a tokenizer, and find the turns of the assistant in the text.
 
-Some templates mark these turns with {% generation %}. For other templates, this module renders the conversation with and
-without each turn.
+Some templates mark turns of the assistant with {% generation %}. For other templates, this module renders the conversation with
+and without each turn.
 """
 
 import json
@@ -15,8 +15,8 @@ from ringattn.train.settings.config import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# If a template uses one of these tokens, `tokenizer_config.json` must define it, because the classes of tokenizers in
-# transformers have different default values.
+# If a template uses one of these tokens, `tokenizer_config.json` must define the token. The default differs between the
+# tokenizer classes of transformers.
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 # A chat template must use these entries if a message of the assistant contains them.
@@ -215,7 +215,7 @@ def _check_special_names(what: str, value: Any, tokenizer: JsonTokenizer, parses
 
 
 def without_none(value: Any) -> Any:
-    """Remove the entries of all objects that are None. Parquet files contain None for missing entries."""
+    """Remove all entries with the value None, in all nested objects. Parquet files contain None for missing entries."""
     if isinstance(value, dict):
         return {name: without_none(each) for name, each in value.items() if each is not None}
     return [without_none(each) for each in value] if isinstance(value, list) else value

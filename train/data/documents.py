@@ -14,7 +14,8 @@ from ringattn.train.model.loss import IGNORE
 
 # The checksum of a corpus covers at most NUM_SAMPLED documents.
 NUM_SAMPLED = 64
-# Two orders are the same in every epoch. Their seeds contain these numbers instead of the epoch.
+# The orders of packing and of evaluation are the same in every epoch. Their seeds contain these numbers in place of the number
+# of the epoch.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 
@@ -26,7 +27,9 @@ class Progress(NamedTuple):
 
 
 class NumberedSequences:
-    """A base class for endless series of sequences, in which sequence number i depends only on i and on the settings.
+    """A base class for endless series of sequences.
+
+    Sequence i depends only on i and on the settings.
 
     Attributes:
         seq_len: the number S of tokens per sequence.
@@ -44,7 +47,7 @@ class NumberedSequences:
         return {"": Progress(consumed * self.seq_len, consumed / self.sequences_per_epoch)}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
+        """Return the tokens and labels of a sequence, int64 (S,), and the lengths of its documents or parts of documents."""
         raise NotImplementedError
 
 
@@ -91,7 +94,7 @@ class TokenisedDocuments(NumberedSequences):
 
 
 class PaddedSequences(TokenisedDocuments):
-    """Base class for datasets that pack whole pieces of text into sequences, and fill the rest of a sequence with padding.
+    """A base class for datasets that pack whole pieces of text into sequences, with padding at the end.
 
     Attributes:
         padding: the fraction of padding among all tokens.
@@ -106,7 +109,7 @@ class PaddedSequences(TokenisedDocuments):
         self.sequences_per_epoch = num_sequences - num_sequences % self.group_size
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return a sequence: its tokens and labels, both int64 (S,), and the length of each piece and of the padding."""
+        """Return the tokens and labels of a sequence, int64 (S,), and the lengths of its pieces and of its padding."""
         epoch, position = divmod(index, self.sequences_per_epoch)
         tokens, labels = np.zeros(self.seq_len, dtype=np.int64), np.full(self.seq_len, IGNORE)
         begin, lengths = 0, list[int]()

@@ -1,14 +1,15 @@
 """Load the batches of training steps and plan their attention before the steps need them.
 
-With packed documents, every step has a new mask. On GPUs, each rank therefore starts a loader process, which packs the
-sequences of the next steps and plans their attention. The training process only copies the results to the GPU. A separate
+With packed documents, every step has a new mask. On GPUs, each rank therefore starts a loader process. This process packs the
+sequences of the next steps, and plans their attention. The training process only copies the results to the GPU. A separate
 process has its own Python lock, so planning does not delay the launch of kernels.
 
     training process                                    loader process
     request(consumed) of the next AHEAD steps   ->      Preparation.prepare
     list of MicroStep                           <-
 
-On CPUs, a loader process would compete with training for the cores, so `Loader` prepares each step in the training process.
+On CPUs, a loader process would compete with training for the cores. Therefore `Loader` prepares each step in the training
+process.
 """
 
 import gc
@@ -42,9 +43,9 @@ from ringattn.train.parallel.ranks import ranks_per_host
 from ringattn.train.settings.config import Config, ConfigError
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
-# Option 1 of prctl(2), PR_SET_PDEATHSIG, kills the loader process (signal 9) when the training process dies, even if another
-# child has inherited the input. The standard output contains only messages, so redirect everything that Python code prints to
-# the standard error.
+# Kill the loader process (signal 9) when the training process dies: option 1 of prctl(2) is PR_SET_PDEATHSIG. The end of the
+# input is not enough, because another child may have inherited the input. The standard output contains only messages, so
+# redirect everything that Python code prints to the standard error.
 START = f"""
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -110,8 +111,8 @@ class Preparation:
         return [self.data.batch(range(start, start + trainer.batch_size)) for start in starts]
 
     def prepare(self, consumed: int, requests: Sequence[Requests] | None = None) -> list[MicroStep]:
-        """Return the micro-steps of one step. If `requests` are given, one per mask, and `data.mask_documents` is true, also
-        plan the attention.
+        """Return the micro-steps of one step. With `requests` (one per mask) and `data.mask_documents`, also plan the
+        attention.
         """
         micro_steps = []
         for batch in self.batches(consumed):
@@ -128,7 +129,7 @@ class Preparation:
 
 
 def masks_of(config: Config, batch: Batch) -> Masks:
-    """Return the causal masks of a batch for the layers of the model, with documents if `data.mask_documents` is set."""
+    """Return the causal masks of a batch for all layers, with its documents if `data.mask_documents` is set."""
     return causal_masks(config.model, batch.documents if config.data.mask_documents else None)
 
 
@@ -167,7 +168,7 @@ class Loader:
             raise LoaderError(str(error)) from error
 
     def positions(self, consumed: int) -> Positions:
-        """Return where the readers of a stream continue after `consumed` sequences."""
+        """Return the position of each reader of a stream after `consumed` sequences."""
         return self._positions.get(consumed) or self.preparation.data.start
 
     def learn(self, requests: Sequence[Requests]) -> None:
@@ -184,8 +185,8 @@ class AheadLoader(Loader):
         super().__init__()
         self._requests: Sequence[Requests] | None = None
         self._pending: deque[int] = deque()  # the steps that the process prepares, in order
-        # One thread is enough for the small arrays, but a tokenizer.json uses the cores of the rank (Rayon). The loader process
-        # must find the package at the same path, and must not import modules from the current directory.
+        # One thread is enough for small arrays. The tokenizer of a tokenizer.json uses several threads (Rayon). The loader
+        # process must import the package from the same path, and nothing from the current directory.
         threads = str(max(len(os.sched_getaffinity(0)) // ranks_per_host(), 1))
         environment = (
             {"RAYON_NUM_THREADS": threads}
@@ -261,7 +262,7 @@ def _end(process: subprocess.Popen[bytes], requests: IO[bytes]) -> None:
         requests.close()
 
 
-# A message consists of a header with the sizes of its parts, a pickle, and the memory of its arrays. Every part starts at a
+# A message has several parts: a header with their sizes, a pickle, and the memory of each array. Every part starts at a
 # multiple of 16 bytes, because arrays must be aligned.
 def _encode(message: Any) -> bytes:
     buffers: list[pickle.PickleBuffer] = []

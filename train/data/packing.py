@@ -11,7 +11,7 @@ With several data-parallel ranks, a micro-step takes as long as its most expensi
 shuffled in groups, which give all ranks sequences of similar cost. A group contains G sequences whose attention has a similar
 cost. An incomplete group is dropped.
 
-For the data, a checkpoint contains only the number of consumed sequences.
+A checkpoint stores the position in the data as the number of consumed sequences.
 """
 
 import itertools
@@ -44,7 +44,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 
 Loaded = TypeVar("Loaded")
 
-# A corpus's number is part of its key in the store, so all ranks must load corpora in the same order.
+# The number of a corpus is part of its key in the store. All ranks must therefore load corpora in the same order.
 _corpus_numbers = itertools.count()
 
 
@@ -91,7 +91,7 @@ class PackedDataset(TokenisedDocuments):
 
     @property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the length of each part of a document in the first epoch, and whether the part begins the document."""
+        """Return the length of each document part in the first epoch, and whether the part begins its document."""
         _, ends, _ = self._order_of(0)
         bounds = np.arange(self._num_filled + 1) * self.seq_len
         # NumPy's stable sort merges two sorted arrays fast, but `np.unique` takes many seconds for millions of documents.
@@ -106,7 +106,7 @@ class PackedDataset(TokenisedDocuments):
         return self.stream(start, start + self.seq_len, epoch)
 
     def stream(self, start: int, stop: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the tokens `start` to `stop` - 1 of the stream of an epoch, in the same form as `sequence`."""
+        """Return tokens `start` to `stop` - 1 of an epoch's stream, in the form of `sequence`."""
         order, ends, _ = self._order_of(epoch)
         # Also read the document of token `stop`, which is the last label.
         first, last = np.searchsorted(ends, (start, stop), side="right")
@@ -129,7 +129,7 @@ class PackedDataset(TokenisedDocuments):
         return self._documents[int(self.lengths.argmax())][1 : 1 + num_tokens].tolist()
 
     def _order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the order of the documents, the stream position where each document ends, and the order of the sequences."""
+        """Return the order of the documents, their ends in the stream, and the order of the sequences."""
         if self._epoch_order[0] != epoch:
             random = np.random.Philox(key=[self.seed % 2**64, epoch])
             order = random_order(random, len(self.lengths))

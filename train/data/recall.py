@@ -71,7 +71,7 @@ class RecallDataset(NumberedSequences):
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return a sequence: its tokens and labels, both int64 (S,), and the length of each document.
 
-        If the documents do not fill the sequence, the last entry is the number of filler tokens at the end.
+        If filler tokens fill the end of the sequence, the last length is their number.
         """
         random = np.random.Philox(key=[self._seed, index])
         lengths = document_lengths(self.seq_len)
@@ -103,9 +103,10 @@ def block_size(length: int) -> int:
 
 
 def grid_batch(length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
-    """Return evaluation documents of `length` tokens, one per sequence, and the position index of their facts, int64 (B,).
+    """Return evaluation documents of `length` tokens, and the position indices of their facts, int64 (B,).
 
-    Document n has its facts at position n modulo NUM_POSITIONS. At position 0, the facts are at the beginning of the document.
+    Each sequence is one document. Document n has its facts at position n modulo NUM_POSITIONS. At position 0, the facts are at
+    the beginning of the document.
     """
     positions = np.array([number % NUM_POSITIONS for number in numbers])
     starts = positions * (length - 2 * block_size(length)) // (NUM_POSITIONS - 1)

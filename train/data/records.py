@@ -4,8 +4,8 @@
     sequence    records that together have at most S tokens; padding fills the rest
     epoch       all sequences in a random order
 
-Each sequence takes the longest records that still fit, so sequences need little padding. For the data, a checkpoint contains
-only the number of consumed sequences.
+Each sequence takes the longest records that still fit, so sequences need little padding. A checkpoint stores the position in
+the data as the number of consumed sequences.
 """
 
 from bisect import bisect_right
@@ -105,7 +105,9 @@ def pack_whole(lengths: np.ndarray, seq_len: int) -> list[list[int]]:
 
 
 def split_records(records: Documents, fraction: float) -> tuple[Documents, Documents]:
-    """Split records into a part for training and a held-out part of random whole records, at least one in each part.
+    """Split records into a training part and a held-out part.
+
+    The held-out part contains random whole records. Each part has at least one record.
 
     Args:
         records: the tokenised records.

@@ -110,7 +110,7 @@ class ShardWriter:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a file such that other processes never see an incomplete file."""
+    """Write a JSON file atomically: other processes never see an incomplete file."""
     partial = path.with_name(f"{uuid.uuid4().hex}.partial")
     try:
         with open(partial, "w") as file:

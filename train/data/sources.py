@@ -36,7 +36,7 @@ EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"
 NAMES_IN_FOLDERS = {"text": "*", "jsonl": "*.jsonl, *.json, *.ndjson", "parquet": "*.parquet"}
 COMPRESSED = ("", ".gz", ".bz2", ".xz", ".zst")
 
-# The first bytes of compressed files, of which only "BZh91AY" (bzip2) may also begin a UTF-8 text.
+# The first bytes of compressed files. Only "BZh91AY" (bzip2) may also begin a UTF-8 text.
 MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.open}
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
@@ -76,7 +76,7 @@ class Piece:
     """Describes a part of a corpus that one process reads.
 
     Attributes:
-        files: several whole files, or one file of which only a range is read, or () for a dataset of the hub.
+        files: several whole files, or one file of which a range is read; () for a dataset of the hub.
         size: the approximate size in bytes.
         begin, end: the range of bytes (JSON lines), row groups (Parquet) or rows (hub).
     """
@@ -228,8 +228,8 @@ def _folder_of(config: DataConfig) -> Callable[[str], str]:
 
 
 def _joined(folder: str, members: list[str], config: DataConfig) -> Iterator[Entry]:
-    """Yield an error for each faulty file of a folder. Then yield a document that joins all other files, each after a line with
-    the file name.
+    """Yield an error for each faulty file of a folder. Then yield one document of all other files. Each file follows a line
+    with its name.
     """
     read: Any = _read_library_file if config.source == "stdlib" else _read_text
     texts, size = list[str](), 0
@@ -652,7 +652,9 @@ def _paths(config: DataConfig) -> list[str | None]:
 
 
 def overlap(first: DataConfig, second: DataConfig, sizes: dict[str, int]) -> bool:
-    """Return whether two sources share some text, unless both consist of exactly the same documents.
+    """Return whether two different sources share some text.
+
+    Sources that consist of exactly the same documents do not count.
 
     `sizes` as in `splits_overlap`.
     """

@@ -5,8 +5,8 @@
     block       the next documents of a reader, which are shuffled (the shuffle buffer)
     sequence i  the next S tokens of reader i mod R
 
-The number R of readers depends only on the corpus, so the sequences do not depend on the number of ranks. If the number of
-data-parallel ranks divides the number of readers, each reader runs on only one data-parallel rank.
+The number R of readers depends only on the corpus. Therefore the sequences do not depend on the number of ranks. If the number
+of data-parallel ranks divides R, each reader runs on only one data-parallel rank.
 
 A checkpoint contains the position of every reader. A resumed reader reads and shuffles its last block again.
 """
@@ -48,7 +48,7 @@ class Position(NamedTuple):
     Attributes:
         sequences: the sequences that the reader has produced.
         epoch: the number of the epoch in which the block begins.
-        piece, entry: the pieces of this epoch, and the entries of the next piece, that were read before the block.
+        piece, entry: before the block, the reader has read `piece` pieces of this epoch, and `entry` entries of the next piece.
         block: the number of the block.
         document, token: the consumed documents of the block, and the consumed tokens of the next document.
         faulty: the number of faulty documents that were skipped before the block.
@@ -95,7 +95,9 @@ class Reader:
         return self._position
 
     def sequence(self) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the next sequence: its tokens and labels, both int64 (S,), and the length of each part of a document in it."""
+        """Return the tokens and labels of the next sequence, int64 (S,), and the lengths of its documents or parts of
+        documents.
+        """
         parts, missing = list[np.ndarray](), self._stream.seq_len
         while missing:
             document, consumed = self._document(), self._position.token
@@ -143,7 +145,7 @@ class Reader:
                     if self._fault:
                         reason = f", and its last fault is: {self._fault}; correct or remove it, or leave out data.streaming"
                     raise ConfigError(f"a part of {stream.config.description} contains no text{reason}")
-        # With a number of 2**63 or more, numpy would convert the key to float64, and all blocks would have the same order.
+        # Keys of 2**63 or more would become float64 in numpy. All blocks would then have the same order.
         random = np.random.Philox(key=[stream.seed, 2**62 + (self._number << 48) + block])
         self._texts = [texts[index] for index in random_order(random, len(texts))]
         self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)

@@ -1,7 +1,7 @@
 """Choose the target tokens of an evaluation, and pack them with their context into sequences.
 
-The evaluation computes the loss of the target tokens. The choice of the target tokens does not depend on `data.seq_len`, so the
-losses at different lengths are means over the same tokens. The target tokens form up to NUM_BLOCKS blocks:
+The evaluation computes the loss of the target tokens. The target tokens do not depend on `data.seq_len`. The losses at
+different lengths are therefore means over the same tokens. The target tokens form up to NUM_BLOCKS blocks:
 
     held-out text     ------------####------------####------------####          # target token
 
@@ -13,8 +13,8 @@ the bar.
     second window                     ....####
 
 A window has up to L / 2 target tokens. The window begins as early as the length and the document allow. Without
-`data.mask_documents`, the whole text is one document. The windows of all lengths are packed into sequences of `data.seq_len`
-tokens, so that torch.compile compiles the model only once. In the attention mask, each window is a document.
+`data.mask_documents`, the whole text is one document. All windows are packed into sequences of `data.seq_len` tokens, so that
+torch.compile compiles the model only once. In the attention mask, each window is a document.
 """
 
 import zlib
@@ -114,8 +114,8 @@ class Targets:
             numbers: the indices of the sequences. Sequences with an index of `num_sequences` or more have no target tokens.
 
         Returns:
-            The sequences, and an int64 tensor (B, S). With D documents, group i * D + d contains the target tokens of document
-            d, evaluated at length `lengths[i]`. Tokens for which no loss is computed have the group `num_groups`.
+            The sequences, and an int64 tensor (B, S). Group i * D + d contains the target tokens of document d (of D),
+            evaluated at length `lengths[i]`. Tokens for which no loss is computed have the group `num_groups`.
         """
         *parts, documents = zip(*map(self._sequence, numbers), strict=True)
         tokens, labels, groups = (torch.from_numpy(np.stack(part)) for part in parts)
@@ -146,7 +146,7 @@ def read_passages(held_out: Sequences, eval_tokens: int, context: int) -> Iterat
     """Yield each block of target tokens with up to `context` tokens before the block.
 
     In the recall task, a block is a whole sequence, because the sequences are independent. In conversations and completions, a
-    block begins at the first label of a record and ends with the record.
+    block extends from the first label of a record to its end.
     """
     if isinstance(held_out, RecordDataset):
         for number in held_out.random_records().tolist():

@@ -69,11 +69,11 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
         config: the settings of the corpus.
         tokenizer: the tokenizer.
         ranks: the number of ranks on this host, which divide its cores unless `data.num_proc` is set.
-        folder: the folder for the shards. The default is in the cache of `datasets` and depends on the content of the corpus
-            and on the tokenizer.
+        folder: the folder for the shards. By default, the folder is in the cache of `datasets`. Its name depends on the content
+            of the corpus and on the tokenizer.
 
     Raises:
-        ConfigError: a file, a column or a dataset is missing or cannot be read, or the folder contains another corpus.
+        ConfigError: a file, a column or a dataset is missing or unreadable, or the folder contains another corpus.
     """
     try:
         return _tokenise(config, tokenizer, config.num_proc or default_processes(ranks), folder)
@@ -90,7 +90,7 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
 
 
 def _concerns(error: OSError, folder: Path) -> bool:
-    """Return whether the error names a file in a folder, or one of the parents of the folder."""
+    """Return whether the error names a file in the folder, or a parent of the folder."""
     path = Path(f"{error.filename}")
     return path.is_relative_to(folder) or folder.is_relative_to(path)
 

@@ -12,7 +12,7 @@ import numpy as np
 from ringattn.train.data.workers import log_once
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# If no file names the end-of-text token, these names from widely used tokenizers are tried, the most specific first.
+# If no file names the end-of-text token, these names are tried in order, the most specific first.
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")  # noqa: RUF001  # DeepSeek's token has such bars
 
 # The fingerprints of tokenizers for which this process has already shown a warning.
@@ -85,7 +85,8 @@ class JsonTokenizer:
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
-        # Mark end-of-text tokens as special unless they are marked, because marking a token twice would change its flags.
+        # Mark end-of-text tokens as special. Leave out tokens that are already marked, because marking a token twice would
+        # change its flags.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
         self.special_names = re.compile("|".join(map(re.escape, sorted(names | added))))
@@ -121,7 +122,8 @@ class JsonTokenizer:
     def _first_special_token(self, config: dict[str, Any]) -> int | None:
         """Return the id of the token that the tokenizer prepends to a text, or None.
 
-        Either the post-processor in `tokenizer.json` prepends a token, or `add_bos_token` in `tokenizer_config.json` is true.
+        The post-processor in `tokenizer.json` may prepend a token, or `add_bos_token` in `tokenizer_config.json` may request
+        it.
         """
         encoding = self._tokenizer.encode("a", add_special_tokens=True)
         if encoding.special_tokens_mask[:1] == [1]:
@@ -199,7 +201,7 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
 
 
 def name_of(token: Any) -> Any:
-    """In `tokenizer_config.json`, a token is either its name or a dict."""
+    """Return the name of a token, which `tokenizer_config.json` stores as a string or as a dict."""
     return token.get("content") if isinstance(token, dict) else token
 
 
@@ -226,7 +228,7 @@ def fingerprint(path: str | Path) -> int:
 def check_tokenizer(name: str, tokenizer: Tokenizer, expected: int | None, why: str) -> None:
     """Raise ConfigError unless a tokenizer has the fingerprint `expected`. None accepts any tokenizer.
 
-    `name` is the value of `data.tokenizer`, and `why` is the reason for expecting this fingerprint, for the error message.
+    `name` is the value of `data.tokenizer`, and `why` tells the user why this fingerprint is expected.
     """
     if expected is not None and tokenizer.fingerprint != expected:
         raise ConfigError(f"data.tokenizer={name}, but {why}: the token ids would not match; set data.tokenizer to that file")

@@ -1,4 +1,4 @@
-"""Run a function on many parts of a corpus, in this process or in several, and show the progress."""
+"""Run a function on many parts of a corpus, in one or several processes, and show the progress."""
 
 import logging
 import multiprocessing
@@ -159,7 +159,7 @@ def _run_in_processes(
 
 
 def start_server(module: str) -> ForkServerContext:
-    """Start a process that imports `module` once, and then forks the processes.
+    """Start a fork server, a process that imports `module` once and then forks worker processes.
 
     A fork of this process would copy locks that its threads hold. The fork server has no threads.
     """
@@ -171,7 +171,9 @@ def start_server(module: str) -> ForkServerContext:
 
 @contextmanager
 def _start_without_main_module() -> Generator[None]:
-    """Hide the main module from processes that start in the `with` block, because it may lack `if __name__ == "__main__"`.
+    """Hide the main module from processes that start in the `with` block.
+
+    The main module may lack `if __name__ == "__main__"`.
 
     Raises:
         ConfigError: a process could not start.

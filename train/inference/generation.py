@@ -27,7 +27,7 @@ PROMPT_TOKENS = 256
 
 
 def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -> None:
-    """Generate a continuation of the prompt, and write both to sample.txt, unless `trainer.sample_tokens` is 0."""
+    """Write the prompt and a generated continuation to sample.txt, unless `trainer.sample_tokens` is 0."""
     trainer = run.config.trainer
     if trainer.sample_tokens == 0:
         return
@@ -162,6 +162,6 @@ def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
     if top_p == 1:
         return probabilities
     ordered, tokens = probabilities.sort(descending=True, stable=True)
-    # A token is outside the nucleus if the tokens before it sum to at least `top_p`.
+    # A token is outside the nucleus if the probabilities of more likely tokens sum to at least `top_p`.
     outside = ordered.cumsum(0) - ordered >= top_p
     return probabilities.index_fill(0, tokens[outside], 0)

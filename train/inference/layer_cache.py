@@ -1,7 +1,7 @@
 """Cache the keys and values that the layers of a model need in generation.
 
-A layer without a window needs all keys, so its cache is sharded over the ranks. A layer with a short window needs few keys, so
-every rank stores the whole window in a local cache. Decoding with a local cache sends no messages.
+A layer without a window needs all keys, so its cache is sharded over the ranks. A layer with a short window needs few keys.
+Every rank stores the whole window in a local cache. Decoding with a local cache sends no messages.
 
 A local cache with R rows stores the token at position p in row p % R. Keys are rotated before they are stored, so the rows may
 have any order. On one rank, all caches are local.

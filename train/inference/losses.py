@@ -33,8 +33,8 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = Fal
     data, dp, size = run.config.data, run.mesh.dp, run.config.trainer.batch_size
     assert run.held_out is not None
     targets = Targets(run.held_out, data.seq_len, lengths, run.config.trainer.eval_tokens, data.mask_documents)
-    # For each group, the sum of the losses and the number of tokens. The last row collects all tokens that are not target
-    # tokens.
+    # Each row contains the sum of the losses and the number of tokens of a group. The last row collects all tokens that are not
+    # target tokens.
     sums = torch.zeros(targets.num_groups + 1, 2, dtype=torch.float64, device=run.device)
     loss_fn = partial(token_losses, vocab_size=run.tokenizer.vocab_size, compiled=run.compiled)
     offset = dp.get_local_rank() * size

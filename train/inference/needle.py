@@ -1,4 +1,7 @@
-"""Measure how often a model finds a fact in a long text, by length of the text and depth of the fact."""
+"""Measure how often a model finds a fact in a long text.
+
+The results depend on the length of the text and the depth of the fact.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace

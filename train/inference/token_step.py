@@ -1,6 +1,6 @@
 """Run single tokens through a model with KV caches. On a GPU, every token replays the same CUDA graph.
 
-A CUDA graph reads the token, its position and the length of the cache from fixed addresses in GPU memory.
+The graph reads the token, the position and the cache length from fixed addresses in GPU memory.
 """
 
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ class TokenStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _run(self) -> Tensor:
-        # Local caches with the same number of rows store a token in the same row, so the row is computed once per step.
+        # Local caches of equal size store a token in the same row. Therefore compute the row only once per step.
         place = places(self.caches, self.position)
         attend = [partial(self._attend, cache=cache, place=place[cache.capacity]) for cache in self.caches]
         return self.model(self.token, self.position, attend, self.finish)
@@ -72,8 +72,8 @@ class TokenStep:
 
 
 def copy_for_one_rank(model: GPT, dtype: torch.dtype, device: torch.device) -> GPT | None:
-    """Return a copy of the model with the given dtype and device, or None if the copy needs too much GPU memory. The job must
-    have one rank.
+    """Return a copy of the model with the given dtype and device. Return None if the copy needs too much GPU memory. The job
+    must have one rank.
     """
     weights = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
     copied = sum(x.numel() for x in weights.values() if (x.dtype, x.device) != (dtype, device)) * dtype.itemsize

@@ -64,7 +64,7 @@ class Experts(nn.Module):
 
         def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             rows = grouped_product(rows, weight, ends)
-            # The gradient of a gather would sum many rows with atomic operations.
+            # Indexing `bias` instead would sum many rows of its gradient with atomic operations.
             return rows if bias is None else rows + F.one_hot(expert, len(weight)).to(rows.dtype) @ bias
 
         rows = _Permute.apply(tokens, order, inverse, config.experts_per_token)
@@ -120,9 +120,9 @@ def _loop_over_experts(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def balance_loss(routing: Tensor, tokens: Tensor, experts_per_token: int) -> Tensor:
     """Return this rank's part of the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv:2101.03961).
 
-    The loss of a layer is E * sum_e f_e p_e. Over the tokens of all ranks, f_e is the fraction that chooses expert e, and p_e
-    is the mean probability of e. The sum of the returned values over all ranks is the mean loss of the layers. If all experts
-    have equally many tokens, the loss is `experts_per_token`.
+    The loss of a layer is E * sum_e f_e p_e. On all ranks together, the fraction f_e of the tokens chooses expert e. The mean
+    router probability of expert e is p_e. The sum of the returned values over all ranks is the mean loss of the layers. If all
+    experts have equally many tokens, the loss is `experts_per_token`.
 
     Args:
         routing: (layers, 2, E), the routing of this rank in every layer.

@@ -66,7 +66,7 @@ def convert(model: GPT, emulate: bool = False) -> None:
 def _training_linear(float8_linear: Any) -> Any:
     """Return a subclass of torchao's layer that computes without FP8 if there are no gradients.
 
-    All layers have the same class and no additional attributes, so that torch.compile compiles one block for all layers.
+    All layers have the same class and the same attributes, so that torch.compile compiles one block for all layers.
     """
 
     class TrainingLinear(float8_linear):

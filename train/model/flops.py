@@ -40,7 +40,7 @@ def matmul_parameters(model: GPT) -> int:
 def step_flops(model: GPT, tokens: int, pairs: int) -> int:
     """Return the model FLOPs of an optimizer step on all ranks together.
 
-    `pairs` is the number of (query, key) pairs that the masks of all layers allow among the `tokens`, in one head.
+    `pairs` counts the (query, key) pairs per head that the masks of all layers allow.
     """
     config = model.config
     return 6 * matmul_parameters(model) * tokens + 12 * config.resolved_head_dim * config.heads * pairs

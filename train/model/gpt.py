@@ -6,8 +6,8 @@ The model receives attention as a function. The model therefore needs no process
 
 With `model.sinks`, attention also receives `sink_logits` (Hq,).
 
-The model also receives a function `finish`, which processes the last hidden states while sharded parameters are gathered.
-`finish` can compute the loss in chunks, so that the logits of all tokens never exist at the same time.
+The model also receives a function `finish`, which processes the last hidden states while sharded parameters are gathered. For
+example, `finish` computes the loss in chunks, so that the logits of all tokens never exist together.
 """
 
 import math
@@ -50,10 +50,10 @@ def init_norm(weight: Tensor, config: ModelConfig) -> None:
 
 
 class Block(nn.Module):
-    """A layer that computes x + attention(norm(x)), and then x + FFN(norm(x)), where FFN is a gated feed-forward network,
-    or several experts.
+    """A layer, which computes x + attention(norm(x)), and then x + FFN(norm(x)).
 
-    `norm_position` can also place norms after attention and FFN. With `parallel`, attention and FFN have the same input.
+    FFN is a gated feed-forward network, or several experts. `norm_position` can also place norms after attention and FFN. With
+    `parallel`, attention and FFN have the same input.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -176,8 +176,8 @@ class GPT(nn.Module):
             tokens: int64 (B, N), this rank's tokens of the sequence.
             positions: int64 (N,) or (B, N), their positions in the whole sequence.
             attend: the function for attention over the whole sequence, or one per layer.
-            finish: finish(hidden, head) receives the normalised hidden states (B, N, dim), times `logit_scale`, and the output
-                matrix (padded vocabulary, dim).
+            finish: finish(hidden, head). Here, `hidden` are the normalised hidden states (B, N, dim), times `logit_scale`. The
+                output matrix is `head` (padded vocabulary, dim).
             balance: balance(routing) is added to the result of `finish`. `routing` has the shape (layers, 2, experts), see
                 `Experts.forward`.
         """

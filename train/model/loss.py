@@ -110,7 +110,7 @@ def _compute(
 
 
 def _losses(logits: Tensor, labels: Tensor, vocab_size: int, with_gradients: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the fp32 loss of every token, which is 0 for ignored tokens, and the gradient of the logits."""
+    """Return the fp32 loss of every token, and the gradient of the logits. Ignored tokens have the loss 0."""
     label, is_valid = labels.clamp(min=0)[:, None], (labels != IGNORE)[:, None]
     padded = _without_padding(logits, vocab_size)
     lse = padded.logsumexp(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE) rotate pairs of dimensions by angles that grow with the position of a token.
 
 The product of a rotated query and a rotated key therefore depends on the distance of their tokens. To extend a model to longer
-sequences, `factor` divides the low frequencies, so that their angles stay in the range of the training. High frequencies do not
+sequences, `factor` divides the low frequencies. Their angles then stay in the range of the training. High frequencies do not
 change, because they distinguish nearby tokens.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ringattn.train.settings.config import Rope
 
 # Frequencies with more than MAX_ROTATIONS rotations within the training length stay unchanged. Frequencies with at most one
-# rotation are divided by `factor`, and those in between by a number from 1 to `factor`.
+# rotation are divided by `factor`. Frequencies in between are divided by a number from 1 to `factor`.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 
@@ -37,8 +37,8 @@ def rope(positions: Tensor, settings: Rope) -> tuple[Tensor, Tensor]:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """Rotate the pairs (x[i], x[i + D/2]) of the first D dimensions of every head of `x` (B, N, H, head dim), in fp32.
 
-    `cos` and `sin` have D / 2 elements per token. With `interleaved`, the pairs are (x[2 i], x[2 i + 1]), and the result
-    contains all first elements before all second ones. This order does not change products of queries and keys.
+    `cos` and `sin` have D / 2 elements per token. With `interleaved`, the pairs are (x[2 i], x[2 i + 1]). The result contains
+    the first elements of all pairs before the second elements. This order does not change products of queries and keys.
     """
     dim = 2 * cos.shape[-1]
     if dim == 0:
@@ -51,7 +51,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
 
 
 def slowdown(frequency: Tensor, settings: Rope) -> Tensor:
-    """Return the factors (D / 2,) of the frequencies: 1 for high ones, 1 / factor for low ones, interpolated in between.
+    """Return the factors (D / 2,) of the frequencies.
+
+    The factors rise from 1 / factor for low frequencies to 1 for high frequencies.
 
     "linear" slows all frequencies down. "llama3" interpolates by the number of rotations within trained_len, as Llama 3.1 does.
     "yarn" (Peng et al. 2023, arXiv:2309.00071) interpolates by the index of the pair, and rounds the bounds outwards.

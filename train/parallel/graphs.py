@@ -1,7 +1,7 @@
 """Replay the forward and the backward pass of a small model from two CUDA graphs.
 
-With short shards, the host needs more time to launch the kernels of a step than the GPU needs to run them. Launching a CUDA
-graph launches all kernels of a pass at once.
+For short shards, launching a step's kernels on the host takes longer than running them on the GPU. Launching a CUDA graph
+launches all kernels of a pass at once.
 
 A graph always runs the same kernels, although the documents differ from step to step. Attention therefore uses a plan with
 fixed schedules (`Plan.is_fixed`). Before every replay, the tables of the plan are copied to the memory of the graph
@@ -59,7 +59,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
     """Return whether a run uses CUDA graphs. By default, a run uses graphs if the host would be slower than the GPU.
 
-    `compiled` is whether the blocks are compiled, not recomputed in the backward pass and not in host memory.
+    `compiled` is True if all blocks are compiled, are not recomputed, and are not in host memory.
 
     Raises:
         ConfigError: `trainer.cuda_graphs` is True, but CUDA graphs are not possible.
@@ -115,7 +115,7 @@ def graph_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool) -
 
 
 class ModelGraphs:
-    """Captures and replays a CUDA graph for the forward pass of a micro-step, and one for the backward pass.
+    """Captures and replays two CUDA graphs: the forward pass and the backward pass of a micro-step.
 
     FSDP gathers the parameters at different addresses in every step. Every replay first copies the parameters to the memory of
     the graphs.
@@ -180,9 +180,10 @@ class ModelGraphs:
         self._hops: list[tuple[Any, Any]] = []
 
     def pack(self, masks: Masks, layout: Layout, plans: Sequence[Plan]) -> list[Tensor]:
-        """Return the plans of attention in the format of `compute_loss`, or nothing if the masks have no documents.
+        """Return the attention plans in the format of `compute_loss`, or [] if the masks have no documents.
 
-        `plans` are fixed plans on the CPU for these masks and this layout, or empty to compute them.
+        `plans` contains fixed plans on the CPU for these masks and this layout. If `plans` is empty, this method computes the
+        plans.
         """
         assert [layout.rows(rank) for rank in range(layout.ranks)] == self._rows, "all layouts give the ranks equal shares"
         if any(mask.documents is None for mask in masks.values()):

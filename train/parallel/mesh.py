@@ -1,7 +1,7 @@
 """Build the mesh of data-parallel x ring x Ulysses ranks.
 
-The sequences of a batch are split over the "dp" axis, and the tokens of each sequence over the other two. Ring attention uses
-the "ring" axis. The ranks of the "ulysses" axis exchange heads by all-to-all.
+The "dp" axis splits the sequences of a batch. The other two axes split the tokens of each sequence. Ring attention uses the
+"ring" axis. The ranks of the "ulysses" axis exchange heads by all-to-all.
 """
 
 import os
@@ -86,7 +86,7 @@ def attention_inputs(config: Config, bf16: bool) -> tuple[Tensor, Tensor, Tensor
 
 
 def count_layers(model: ModelConfig, masks: Masks) -> dict[Mask, int]:
-    """Divide the counts by their greatest common divisor."""
+    """Count the layers with each mask, divided by the greatest common divisor of the counts."""
     counts = Counter(model.windows)
     return {masks[window]: count // gcd(*counts.values()) for window, count in counts.items()}
 

@@ -1,4 +1,4 @@
-"""Predict the time of a training step on a mesh of GPUs, and choose the mesh with the highest predicted tokens/s.
+"""Predict the time of a training step on a mesh of GPUs, and choose the fastest mesh.
 
 `ringattn.planning` predicts attention, and `ringattn.train.parallel.timing` all other work.
 """
@@ -41,8 +41,8 @@ def predict(
         config: the settings of the run. `trainer.tokens_per_step`, if set, determines the number of micro-steps.
         shape: the shape of the mesh, which may differ from the settings.
         machine: the ranks of the job.
-        shares: by the window of a layer, the number of (query, key) pairs that the mask allows in a mean sequence, relative to
-            a single document; 1 for windows that are left out.
+        shares: maps the window of a layer to a share of (query, key) pairs. The share compares the allowed pairs of a mean
+            sequence with those of a single document. Windows that are left out have the share 1.
         plan: the memory plan, or None for the plan that a run would choose.
     """
     plan = plan or choose_plan(config, shape, machine)[0]
@@ -112,7 +112,7 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
     machine.capacity.check(min((needs for _, needs in plans.values()), key=machine.capacity.share))
     fitting = [shape for shape in shapes if machine.capacity.fits(plans[shape][1])]
     speeds = {shape: tokens_per_second(config, shape, machine, plan=plans[shape][0]) for shape in fitting}
-    # Among equally good meshes, the one with the smallest Ulysses groups is chosen, as in `best_ulysses_degree`.
+    # Choose the smallest Ulysses groups among equally good meshes, as in `best_ulysses_degree`.
     return min((shape for shape in fitting if EQUAL_TIMES * speeds[shape] >= max(speeds.values())), key=lambda x: x.ulysses)
 
 

@@ -44,7 +44,7 @@ class Launch(NamedTuple):
 def connect_ranks(share_gpus: bool = False) -> Launch:
     """Initialise the default process group. Without torchrun, this process is the only rank.
 
-    The device of the run is not known yet, so the group has backends for GPUs (NCCL) and CPUs (gloo).
+    The group has backends for GPUs (NCCL) and CPUs (gloo), because the run's device is not known yet.
 
     Args:
         share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. Ranks that share a GPU use gloo,
@@ -105,7 +105,9 @@ def sync_errors(group: dist.ProcessGroup | None = None) -> Generator[None]:
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Switch PyTorch's deterministic algorithms on or off. PyTorch warns about operations without one."""
+    """Switch PyTorch's deterministic algorithms on or off. PyTorch warns about operations that have no deterministic
+    algorithm.
+    """
     if deterministic:
         # cuBLAS reads the variable when CUDA is initialised.
         if not torch.cuda.is_initialized():
@@ -128,8 +130,8 @@ def ranks_per_host() -> int:
 def pick_device(name: str, share_gpus: bool = False) -> torch.device:
     """Return the device of this rank, and make it the current device.
 
-    On CPUs, the ranks of a host divide its cores. With a GPU, operations on the CPU use one thread, because idle threads would
-    delay the thread that launches kernels. `share_gpus` allows more ranks than GPUs.
+    On CPUs, the ranks of a host divide its cores. With a GPU, CPU operations use one thread. More threads would delay the
+    thread that launches kernels. `share_gpus` allows more ranks than GPUs.
 
     Raises:
         ConfigError: the host has too few GPUs.

@@ -28,11 +28,10 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of gradients are fp32.
 
     The FSDP groups of the last `host_blocks` blocks are moved to host memory. Parameters outside the blocks stay on the device,
-    because the next forward pass begins with them. Return the model, and the FSDP groups that are in host memory.
+    because the next forward pass begins with them. Return the FSDP groups that are in host memory.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
-    # With `reshard_after_forward=None`, FSDP frees the gathered parameters of all modules except the root after the forward
-    # pass.
+    # With `reshard_after_forward=None`, FSDP frees the gathered parameters after the forward pass, except in the root module.
     reshard = None if estimate.reshard_after_forward(model.config, bf16) else False
     generator = torch.Generator(device).manual_seed(seed)
     size, blocks = estimate.blocks_per_group(model.config, bf16), list(model.blocks)
@@ -66,9 +65,10 @@ def compile_blocks(model: GPT) -> None:
 
 
 def checkpoint_activations(model: GPT, plan: MemoryPlan, device: torch.device, host_bytes: float) -> None:
-    """Save only the inputs and the attention outputs of the blocks that `plan` recomputes, on the GPU or in host memory.
+    """Save only the inputs and the attention outputs of the blocks that `plan` recomputes.
 
-    Attention is recomputed only in the first `plan.attention_blocks` blocks.
+    The saved tensors are on the GPU or in host memory. Attention is recomputed only in the first `plan.attention_blocks`
+    blocks.
     """
     blocks = cast("list[Any]", model.blocks)
     for index in range(plan.offloaded_blocks, plan.recomputed_blocks):

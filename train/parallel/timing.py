@@ -40,7 +40,7 @@ MEMORY_BYTES_PER_S = (
 )
 # Fused kernels reach this fraction of the memory bandwidth.
 MEMORY_EFFICIENCY = 0.7
-# Fused kernels read and write these numbers of elements per token, layer and dimension, forward and backward together.
+# Fused kernels of both passes read and write these numbers of elements per token, layer and dimension.
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
 # The bytes that the optimizer step reads and writes per parameter of a rank's shard, without the moments
 OPTIMIZER_BYTES = 24
@@ -59,10 +59,11 @@ HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 HOST_LINK = 51e9
 # The speed of PyTorch's fused AdamW on a CPU, in parameters per second and core. 16 cores reach 4.3e9 (2026-11-24).
 HOST_ADAM = 4.3e9 / 16
-# In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms. The other kernels, which also
-# round the operands, take 35.7 ms instead of 14.2 ms (forward and backward of 32,768 tokens on an H200, 2026-11-28).
+# In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms. The other kernels also round
+# the operands, and take 35.7 ms instead of 14.2 ms. These are forward and backward passes of 32,768 tokens on an H200
+# (2026-11-28).
 FLOAT8_SPEEDUP, FLOAT8_TRAFFIC = 54.8 / 28.8, 35.7 / 14.2
-# Attention reaches 736 TFLOP/s in the forward pass, and 637 in both passes together (65,536 tokens on an H200, 2026-11-27).
+# Attention reaches 736 TFLOP/s forward, and 637 TFLOP/s in both passes together (65,536 tokens, H200, 2026-11-27).
 FORWARD_SPEEDUP = 736 / 637
 # The memory traffic of adding a chunk's weight gradients to fp32 sums, in bytes per parameter.
 CHUNK_BYTES = 10
@@ -130,7 +131,7 @@ class StepTime(NamedTuple):
 
 
 def kernels_alone(config: Config, shape: MeshShape, gpu: Gpu) -> Attention:
-    """Ignore communication and documents."""
+    """Predict attention without communication, for one document per sequence."""
     model = config.model
     pairs = sum(count * Mask.causal(window).pairs(config.data.seq_len)[0] for window, count in Counter(model.windows).items())
     forward = 4 * config.trainer.batch_size * model.heads * model.resolved_head_dim * pairs / shape.sequence / gpu.attention
@@ -224,7 +225,7 @@ def _exposed_copies(
 
 
 def _exposed_updates(config: Config, machine: Machine, plan: MemoryPlan, forward: float) -> float:
-    """Return how many seconds the next forward pass waits for updates on the CPU. `forward` is its duration."""
+    """Return how many seconds the next forward pass waits for updates on the CPU. The forward pass takes `forward` seconds."""
     layers = config.model.layers
     update = estimate.block_parameters(config.model) / machine.ranks / (HOST_ADAM * machine.cores)
     first = layers - plan.host_blocks

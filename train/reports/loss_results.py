@@ -1,4 +1,4 @@
-"""Show the losses of the same target tokens at several sequence lengths, with error bars, as metrics, a table and a plot.
+"""Show the losses of the same target tokens at several sequence lengths as metrics, a table and a plot.
 
 The error of a loss is half the width of its 95% interval, from a bootstrap over documents.
 """
@@ -54,9 +54,10 @@ def to_metrics(losses: Losses) -> dict[str, float]:
     """Return the losses as metrics.
 
     Returns:
-        `eval_loss` and `eval_loss_error` are the loss at the longest length and its error. `eval_loss_at/LENGTH` is the loss at
-        a length, and `eval_difference_error/LENGTH` the error of the difference from the loss at the shortest length.
-        `eval_target_tokens` is the number of target tokens, and `eval_targets` their checksum. Unknown errors are left out.
+        The entries `eval_loss` and `eval_loss_error` are the loss at the longest length and its error. The entry
+        `eval_loss_at/LENGTH` is the loss at a length. The entry `eval_difference_error/LENGTH` is the error of its difference
+        from the loss at the shortest length. The entry `eval_target_tokens` is the number of target tokens, and `eval_targets`
+        is their checksum. Unknown errors are left out.
     """
     means, errors = losses.means.tolist(), losses.errors()
     metrics: dict[str, float] = {"eval_loss": means[-1]}
@@ -99,7 +100,7 @@ def _with_error(form: str, value: float, errors: np.ndarray | None, index: int) 
 
 
 def plot_losses(losses: Losses, output: Path, title: str = "") -> None:
-    """Plot the losses by length, and their differences from the loss at the shortest length, as a PNG file with error bars."""
+    """Plot losses by length, and differences from the loss at the shortest length, as a PNG file with error bars."""
     figure = new_figure(11, 4)
     left, right = figure.subplots(1, 2)
     own, differences = losses.errors() or (None, None)

@@ -43,7 +43,7 @@ CONSOLE_INTERVAL_S = 5.0
 
 
 class Recorder:
-    """Records the steps of a run on the console, in metrics.jsonl and in its W&B run, on rank 0 only."""
+    """Records the steps of a run on the console, in metrics.jsonl and in W&B. Only rank 0 records anything."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ def write_atomically(path: Path, text: str) -> None:
     with open(temporary, "w") as file:
         file.write(text)
         file.flush()
-        # Sync before the renaming, because the file could be empty after a crash of the machine.
+        # Sync before the renaming. Otherwise, the file could be empty after a crash of the machine.
         os.fsync(file.fileno())
     os.replace(temporary, path)
 
@@ -191,8 +191,8 @@ def write_atomically(path: Path, text: str) -> None:
 def plot_loss(path: Path, output: Path, title: str = "") -> None:
     """Plot the losses in the metrics.jsonl at `path` as a PNG file.
 
-    The left panel shows the losses over tokens, or over steps if the numbers of tokens are unknown. If the text was evaluated,
-    the right panel shows the latest loss of the same held-out tokens by sequence length.
+    The left panel shows the losses over tokens, or over steps if the numbers of tokens are unknown. After an evaluation, the
+    right panel shows the latest losses on held-out tokens by sequence length.
     """
     records = [record for record in read(path) if record.get("loss") is not None]
     evaluated = [record for record in records if record.get("eval_loss") is not None]

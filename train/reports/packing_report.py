@@ -23,9 +23,10 @@ def packing_facts(data: Text, mask_documents: bool) -> dict[str, float]:
     """Return numbers about an epoch.
 
     Returns:
-        `documents`, `median_length` and `longest` (tokens); `cut_documents`, the fraction of documents that are divided among
-        sequences; `tokens_after_cut`, the fraction of tokens in a sequence without the beginning of their document; and
-        `context`, the mean number of earlier tokens to which a token can attend without a window.
+        The entries `documents`, `median_length` and `longest` (tokens) describe whole documents. The entry `cut_documents` is
+        the fraction of documents that are divided among sequences. The entry `tokens_after_cut` is the fraction of tokens in a
+        sequence without the beginning of their document. The entry `context` is the mean number of earlier tokens to which a
+        token can attend without a window.
     """
     sizes, begins = data.parts
     context = float((sizes * (sizes - 1)).sum()) / 2 / int(sizes.sum()) if mask_documents else (data.seq_len - 1) / 2

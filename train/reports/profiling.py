@@ -34,7 +34,7 @@ def profiled_steps(trainer: TrainerConfig, done: int) -> range:
 
 
 class Profiler:
-    """Writes a trace of some steps, and on a GPU also a memory snapshot, to the folder profile/ of the run."""
+    """Writes a trace of some steps to the folder profile/ of the run. On a GPU, also writes a memory snapshot."""
 
     def __init__(self, trainer: TrainerConfig, directory: Path, device: torch.device, done: int = 0) -> None:
         self._steps = profiled_steps(trainer, done)

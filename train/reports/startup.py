@@ -1,4 +1,4 @@
-"""Measure how long each part of a job's start takes, from the launch to the end of the first step."""
+"""Measure the parts of a job's start, from the launch to the end of the first step."""
 
 import time
 

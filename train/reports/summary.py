@@ -76,10 +76,10 @@ def plot_loss(run: Run, directory: Path) -> str:
 def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str, Any]:
     """Return the summary of a run.
 
-    `final_loss` is the mean over the last tenth of all steps, `final_loss_steps`, because the loss of a step depends on its
-    text. Lengths are strings, as in JSON. The docstrings of `loss_results.to_metrics`, `recall_results.to_metrics` and
-    `startup.seconds` describe further entries. Rates are computed from the median step after step `done`. The first of these
-    steps is left out, because it includes the warm-up.
+    The loss of a step depends on its text. Therefore `final_loss` is the mean over the last tenth of all steps,
+    `final_loss_steps`. Lengths are strings, as in JSON. The docstrings of `loss_results.to_metrics`,
+    `recall_results.to_metrics` and `startup.seconds` describe further entries. Rates are computed from the median step after
+    step `done`. The first of these steps is left out, because it includes the warm-up.
     """
     steps = run.config.trainer.steps
     recent = [record for record in records if record["step"] > done]

@@ -1,4 +1,7 @@
-"""Write a table and a picture of a sweep after every job, and log both to Weights & Biases after the last job."""
+"""Write a table and a picture of a sweep after every job.
+
+After the last job, log the table and the picture to Weights & Biases.
+"""
 
 import logging
 from dataclasses import dataclass, field

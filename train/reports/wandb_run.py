@@ -33,7 +33,7 @@ USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
 class WandbRun:
     """Records a training run in W&B.
 
-    The methods do nothing if W&B is off, on other ranks than rank 0, and after an error of W&B.
+    The methods do nothing on ranks other than 0, if W&B is off, and after an error of W&B.
     """
 
     def __init__(self, config: Config, directory: Path, facts: dict[str, Any] | None = None) -> None:
@@ -116,9 +116,10 @@ def sync_command(directory: Path, is_sweep: bool = False) -> str:
 
 
 def keep_tables_in(directory: Path) -> None:
-    """Let W&B keep the contents of tables in the directory of the run, unless the user has chosen another folder.
+    """By default, let W&B store the contents of tables in the directory of the run.
 
-    W&B's default folder is in the home directory. `wandb sync` silently skips a table if it does not find the contents.
+    The user may choose another folder. W&B's default folder is in the home directory. `wandb sync` silently skips a table if it
+    does not find the contents.
     """
     if USER_DATA_DIRECTORY is None:
         os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")
@@ -140,7 +141,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
     keep_tables_in(directory)
     for mode in ("offline",) if choice == "offline" else ("online", "offline"):
         try:
-            # W&B stores `resume` in offline runs as well, so `wandb sync` appends the rows of this launch to earlier rows.
+            # Offline runs also store `resume`, so `wandb sync` appends the rows of this launch to earlier rows.
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **_options(config, directory, facts))
             # If W&B counted the steps itself, it would drop steps that a resumed run records again.
             run.define_metric("step")

@@ -36,7 +36,7 @@ def resolve_path(name: str, value: str) -> Path:
 
 
 def replace_link(path: Path) -> Path:
-    """Remove `path` if it is a link, so that writing to it does not change another file. Return `path`."""
+    """If `path` is a link, remove the link, so that writing does not change another file. Return `path`."""
     if path.is_symlink():
         path.unlink()
     return path
@@ -232,8 +232,8 @@ class DataConfig(Frozen):
     # `path`, `subset`, `split`, `column`, `messages_column` and `join`. The fraction `eval_fraction` of every source is held
     # out.
     mix: list[MixSource] = field(default_factory=list)
-    # The action when the text, or a source of a mixture, has been read to its end. With "repeat", the text is read again in
-    # another order, and a message says so. With "end", the number of steps is limited by the text.
+    # The action when the text, or a source of a mixture, has been read to its end. With "repeat", the run reads the text again
+    # in another order, and prints a message. With "end", the run ends with its text.
     exhausted: str = "repeat"
     # Whether the text is tokenised during training instead of before the first step. Requires "jsonl", "parquet" or "hub".
     streaming: bool = False
@@ -265,8 +265,8 @@ class DataConfig(Frozen):
     # "folder": with "text" and "stdlib", each folder directly in `path`, including its subfolders, becomes one document. The
     # document contains the files in the order of their names, each after a line with its name.
     join: str = "none"
-    # The maximum size of a document in MB (10**6 bytes). A larger document is an error, because a rank needs about 10 times its
-    # size to tokenise it.
+    # The maximum size of a document in MB (10**6 bytes). A larger document is an error, because tokenising needs about 10 times
+    # its size in memory.
     max_document_mb: int = 200
     # The action at a faulty file, line or row, for example one that is not UTF-8. "raise" stops with an error. "skip" skips the
     # text and counts it.
@@ -293,8 +293,8 @@ class DataConfig(Frozen):
     # The seed of the random order of the documents, which changes with every epoch.
     seed: int = 0
     # The number of sequences per group. The sequences of a group have a similar cost of attention, so data-parallel ranks are
-    # equally busy. If None, a group contains the sequences of one micro-step. The default for a single data-parallel rank, a
-    # mixture or `mask_documents=false` is no groups. A resumed run keeps the group size of its checkpoint.
+    # equally busy. If None, a group contains the sequences of one micro-step. By default, a single data-parallel rank, a
+    # mixture and `mask_documents=false` have no groups. A resumed run keeps the group size of its checkpoint.
     group_size: int | None = None
 
     @property
@@ -353,7 +353,7 @@ class ParallelConfig(Frozen):
     # with the least work for the busiest rank.
     layout: str = "auto"
     # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto".
-    # "auto" selects "kv", unless "state" is predicted to be at least 3% faster. On CPUs, "auto" selects "state".
+    # "auto" selects "state" only if it is predicted to be at least 3% faster. On CPUs, "auto" selects "state".
     schedule: str = "auto"
     # The route of the circulating tensors: "relay" (from neighbour to neighbour, over NCCL or gloo), "direct" (to the rank that
     # needs them) or "auto". "auto" selects "direct" if all ranks are in one host.
@@ -369,10 +369,10 @@ class ParallelConfig(Frozen):
 class MemoryConfig(Frozen):
     """Decides where a rank keeps the data of a step. By default, the run chooses the fastest plan that fits into memory."""
 
-    # The storage of the blocks' intermediate results. "keep" uses GPU memory. "recompute" makes the backward pass
-    # recompute the blocks, except for attention. "recompute-all" includes attention. "offload" is "recompute" with the inputs
-    # and the attention results of all blocks except the last in host memory. "offload-inputs" is "recompute-all" with the
-    # inputs in host memory. "auto" selects the fastest combination that fits, which may differ between blocks.
+    # The storage of the blocks' intermediate results. "keep" uses GPU memory. "recompute" makes the backward pass recompute the
+    # blocks, except for attention. "recompute-all" includes attention. "offload" is "recompute", but the inputs and the
+    # attention results of all blocks except the last are in host memory. "offload-inputs" is "recompute-all" with the inputs in
+    # host memory. "auto" selects the fastest combination that fits, which may differ between blocks.
     activations: str = "auto"
     # The storage of the blocks' fp32 weights, gradients and AdamW state. "keep" uses GPU memory. "offload" uses host memory,
     # and the CPU updates the blocks during the next forward pass. "auto" offloads the number of blocks that makes the step
@@ -381,9 +381,8 @@ class MemoryConfig(Frozen):
     # The storage of AdamW's two moments: "fp32" or "8bit". With "8bit", the moments of matrices have 8 bits per element
     # (torchao), which needs a quarter of the memory. 8-bit moments stay in GPU memory.
     moments: str = "fp32"
-    # The number of tokens of a sequence that a rank processes at once in norms, projections, feed-forward networks and experts.
-    # The backward pass recomputes one chunk at a time. None selects all tokens if the memory suffices, or else 16,384
-    # tokens. 0: all tokens.
+    # The number of tokens that a rank processes at once in norms, projections, feed-forward networks and experts. The backward
+    # pass recomputes one chunk at a time. None selects all tokens if the memory suffices, or else 16,384 tokens. 0: all tokens.
     chunk: int | None = None
 
 
@@ -450,8 +449,8 @@ class TrainerConfig(Frozen):
     compile: bool | None = None
     # Whether training steps are replayed from CUDA graphs, to save time on the host. With CUDA graphs, the ring circulates keys
     # and values, unless `parallel.schedule` is set. None selects CUDA graphs only if the blocks are so small that the GPU might
-    # wait for the host. Graphs require a GPU, torch.compile, blocks that are not recomputed, at most 256 MiB of parameters in
-    # all blocks, and shards of equal length.
+    # wait for the host. Graphs require a GPU, torch.compile, no recomputed blocks, at most 256 MiB of block parameters, and
+    # shards of equal length.
     cuda_graphs: bool | None = None
     # The number of steps between two checkpoints. 0: only one checkpoint, at the end.
     checkpoint_every: int = 250
@@ -459,7 +458,7 @@ class TrainerConfig(Frozen):
     # checkpoint, the trained model is lost. Another launch repeats the steps after the latest checkpoint.
     save_final: bool = True
     # Whether training continues while a checkpoint is written. A background save first copies the checkpoint to host memory.
-    # None: only if the run saves before its last step, and the copies fit into half of the available host memory.
+    # None: only if the run saves before its last step, and half of the available host memory suffices.
     background_saves: bool | None = None
     # The number of recent checkpoints that the run keeps.
     keep_checkpoints: int = 2
@@ -478,8 +477,8 @@ class TrainerConfig(Frozen):
     # start from the beginning. None: random weights.
     init_from: str | None = None
     # The number of steps between two lines on the console. The file metrics.jsonl contains every step. If None, the console
-    # shows the first three steps of a launch, and then at most one step every five seconds. The last step and evaluations are
-    # always shown.
+    # shows a launch's first three steps, and then at most one step every five seconds. The last step and evaluations are always
+    # shown.
     log_every: int | None = None
     # The number of tokens that a run generates at its end, or 0. Launching a completed run again generates another sample.
     sample_tokens: int = 128
@@ -490,7 +489,7 @@ class TrainerConfig(Frozen):
     # table. Unknown GPUs show no MFU.
     peak_tflops: float | None = None
     # The steps to profile: a range such as 10-12, or true for three steps after the warm-up of each launch. Every rank writes a
-    # trace of torch.profiler, and on a GPU a memory snapshot, to the folder profile/ of the run. None: no step.
+    # torch.profiler trace to the run's folder profile/, and on GPUs also a memory snapshot. None: no step.
     profile: str | None = None
 
     def attention_precision(self, training: bool) -> str:
@@ -870,7 +869,8 @@ def _check_training(config: Config) -> Iterator[str]:
     if (optim.warmup_steps or 0) > trainer.steps:
         yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={trainer.steps}: change one of them"
     if config.data.source == "recall" and not config.data.mask_documents:
-        # The documents of a recall sequence assign different values to the same keys, so a query must not see other documents.
+        # The documents of a recall sequence assign different values to the same keys. A query must therefore not see other
+        # documents.
         yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
     if config.memory.activations.startswith("offload") and config.model.layers == 1:
         given = f"memory.activations={config.memory.activations}"

@@ -1,4 +1,4 @@
-"""Check the command line for mistakes that Hydra would not report, or would report in several lines."""
+"""Check the command line for mistakes that Hydra does not report, or reports in several lines."""
 
 import os
 from collections.abc import Iterable
@@ -85,7 +85,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def checked_name(name: str | int | None) -> str:
-    """Return the name of a run, after checking that a directory under `outputs/` can have this name.
+    """Check that a directory under `outputs/` can have the name of a run, and return the name.
 
     Raises:
         ConfigError: the name is empty, is not a single component of a path, or is too long.

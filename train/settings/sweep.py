@@ -1,4 +1,4 @@
-"""Find the settings that a sweep varies, and build the directory name of each job from the values of these settings."""
+"""Find the settings that a sweep varies, and build the directory name of each job from their values."""
 
 import hashlib
 import re

@@ -74,7 +74,7 @@ def default_group_size(config: Config, world_size: int) -> int | None:
 
 
 def check_sources(config: Config, given: Collection[str]) -> None:
-    """Check that the user does not set both a value and the number of tokens from which it is derived.
+    """Check that the command line does not contradict derived settings.
 
     `given` contains the names of the settings that the command line sets, such as "trainer.steps".
 

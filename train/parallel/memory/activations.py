@@ -33,7 +33,7 @@ Forward = Callable[..., Results]
 class HostActivations:
     """Holds the tensors of consecutive blocks in host memory. Every micro-step uses the same memory.
 
-    The host never waits for a copy to finish. Before a GPU tensor is freed, the compute stream is told to wait for its copy.
+    The host never waits for a copy to finish. The compute stream waits for the copy of a GPU tensor before the tensor is freed.
 
     Args:
         device: the device of the blocks. On CPUs, copies are synchronous, and host memory is not pinned.
@@ -92,7 +92,9 @@ class HostActivations:
         return not self._is_cuda or x.nbytes >= MIN_BYTES
 
     def _copy(self, tensors: list[Tensor], start: int, to_host: bool) -> Any:
-        """Start a copy between `tensors` and host memory from byte `start` on. Return its event."""
+        """Start a copy between `tensors` and the host memory that begins at byte `start`. Return the event that marks the end
+        of the copy.
+        """
         # The compute stream may still use the memory of the source or of the destination.
         self._copy_stream.wait_stream(self._streams.current_stream())
         end = self._streams.Event()
@@ -104,7 +106,7 @@ class HostActivations:
         return end
 
     def _parts(self, tensors: list[Tensor], start: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Split the tensors into parts within one buffer, and yield each part and its host memory, both as bytes."""
+        """Split the tensors into parts that fit into one buffer. Yield each part and its host memory, both as bytes."""
         for x in tensors:
             remaining = x.view(-1).view(torch.uint8)
             while len(remaining):

@@ -12,7 +12,7 @@ from ringattn.train.settings.config import ConfigError
 
 GIB = 2**30
 
-# The fraction of a GPU's memory that a run may need before blocks are recomputed or offloaded. The estimate leaves out
+# If a run needs more than this fraction of a GPU's memory, blocks are recomputed or offloaded. The estimate leaves out
 # fragmentation.
 COMFORTABLE_FRACTION = 0.85
 
@@ -118,7 +118,7 @@ def _error(needed: Bytes, usable: float, owner: str) -> InsufficientMemory:
 
 
 def copies_problem(size: float, available: float) -> str:
-    """Return why copies of `size` bytes do not fit into `available` bytes of host memory, or "" if they fit."""
+    """Return why copies of `size` bytes exceed `available` bytes of host memory, or "" if they fit."""
     available = max(available, 0)
     if size <= COPIES_FRACTION * available:
         return ""

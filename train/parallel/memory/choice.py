@@ -1,4 +1,4 @@
-"""Choose the memory plan of a run: among the plans that fit, the one with the shortest predicted step."""
+"""Choose the memory plan of a run: the fastest of the plans that fit."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence

@@ -41,7 +41,7 @@ def block_parameters(model: ModelConfig) -> int:
 
 
 def used_block_parameters(model: ModelConfig) -> int:
-    """Count the parameters that one token uses."""
+    """Count the parameters of a block that one token uses."""
     return _attention_parameters(model) + model.dim * (3 * hidden_dim(model) + (model.experts or 0))
 
 
@@ -51,7 +51,7 @@ def other_parameters(model: ModelConfig, vocab_size: int) -> int:
 
 
 def projection_parameters(model: ModelConfig) -> int:
-    """Count the parameters of the matrices before attention."""
+    """Count the parameters of a block's matrices before attention."""
     return model.dim * sum(_attention_dims(model))
 
 
@@ -60,7 +60,7 @@ def _attention_parameters(model: ModelConfig) -> int:
 
 
 def hidden_dim(model: ModelConfig) -> int:
-    """With experts, return the total width of the experts that one token uses."""
+    """Return the width of the hidden layer, or the total width of the experts that one token uses."""
     return model.resolved_ffn_dim * (1 if model.experts is None else model.experts_per_token)
 
 
@@ -149,7 +149,7 @@ def needs(
     loss = 3 * size * tokens * model.dim + 4 * head + chunk_bytes
     moments = [moment(loss, gathered + prefetched, tokens * saved.resident(layers) + shared)]
     parts = _feed_forward_bytes(config, shape, size, plan), _attention_bytes(config, shape, size, plan, common.head_chunks)
-    # The peak can only be at the first or the last block, or at a block where the memory plan changes.
+    # Memory peaks at the first block, at the last block, or at a block where the memory plan changes.
     changes = {layers - 1, plan.recomputed_blocks - 1, plan.offloaded_blocks, plan.offloaded_blocks - 1, 0}
     for index in changes & set(range(layers)):
         # The backward pass has already replaced the activations of later blocks by gradients.
@@ -248,7 +248,8 @@ def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: Memor
 def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan, head_chunks: int) -> float:
     model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
     query_dim, key_value_dim = _attention_dims(model)
-    # A ring keeps three fp32 tensors with the shape of the queries: this rank's dq, a dq being computed and a dq being sent.
+    # A ring keeps three fp32 tensors with the shape of the queries. One is dq of this rank, one is being computed, and one is
+    # being sent.
     temporary = 12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim
     if head_chunks > 1:
         # A chunk of heads has its own q, k, v, out and dout. At the end of the backward pass, the gradients of all heads exist.
@@ -271,7 +272,7 @@ def _attention_dims(model: ModelConfig) -> tuple[int, int]:
 
 
 def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int, compiled: bool) -> tuple[int, int]:
-    """Return the bytes per token that a block saves for its backward pass, without and with activation checkpointing.
+    """Return the bytes per token that a block saves: without and with activation checkpointing.
 
     `size` is the number of bytes per element. `attention_outputs` is 2 if the output is saved before and after an all-to-all.
     """

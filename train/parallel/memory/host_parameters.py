@@ -4,8 +4,8 @@
     backward               FSDP's reduce-scatter -> norm on the GPU -> host gradients
     next forward           the optimizer updates the host weights; each all-gather waits for the update of its group
 
-FSDP's own CPUOffloadPolicy is slower: the host waits for the last gradient at the end of every backward pass, and the CPU adds
-up the gradients of micro-steps.
+FSDP's own CPUOffloadPolicy is slower. With this policy, the host waits for the end of every backward pass, and sums gradients
+of micro-steps on the CPU.
 """
 
 from concurrent.futures import Future
@@ -20,7 +20,7 @@ from ringattn.train.parallel.memory.pinned import empty_pinned
 
 
 class StagingBuffers:
-    """Copies weights to the GPU on a stream of its own, into two buffers that the groups use in turn.
+    """Copies weights to the GPU on a separate stream. The FSDP groups use two buffers in turn.
 
     While the GPU computes with one group, the weights of the next group are copied into the other buffer.
     """
@@ -64,8 +64,8 @@ class HostGroup:
 
     Attributes:
         parameters: the sharded parameters, DTensors on the CPU.
-        gradients: this rank's shard of the gradient of each parameter, fp32, valid after the end of the backward pass on the
-            GPU.
+        gradients: this rank's shard of each parameter's gradient, fp32. The gradients are valid after the backward pass has
+            ended on the GPU.
         pending: the running update of the parameters, or None.
     """
 

@@ -23,7 +23,7 @@ class MemoryPlan:
         return -(-tokens // self.chunk) if self.chunk else 1
 
     def describe(self, layers: int) -> str:
-        """Return the memory choices that differ from the default, for a model with this number of blocks."""
+        """Describe the choices that differ from the default, for a model with `layers` blocks."""
         texts = {
             f"the backward pass recomputes {self.recomputed_blocks} of {layers} blocks except for attention": (
                 self.recomputed_blocks
