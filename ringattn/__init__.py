@@ -56,7 +56,7 @@ __all__ = [
     "ulysses_attention",
 ]
 
-# Each name is imported at its first use. `import ringattn.kernels` therefore loads neither the ring nor torch.distributed.
+# Each name is imported at its first use. Therefore `import ringattn.kernels` loads neither the ring nor torch.distributed.
 _MODULES = {
     "BlockMask": "kernels.blocks",
     "KVCache": "decode",

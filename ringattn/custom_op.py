@@ -55,7 +55,7 @@ def register(
     """Register the operator `ringattn::name`, and return a function that calls it.
 
     The operator (q, k, v, settings) -> (out, lse, extra) is differentiable in q, k and v. All shapes are as in
-    `flash_attention`. `extra` contains further tensors for the backward pass.
+    `flash_attention`. The list `extra` contains further tensors for the backward pass.
 
     Args:
         spec_type: a NamedTuple with the settings. The operator receives its flattened fields as arguments.

@@ -178,7 +178,7 @@ class Layout:
         as_integer("rank", rank, high=self.ranks - 1, remedy=", a rank of the layout")
 
     def shard(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """Return the rows of `x` that `rank` holds. `x` has the rows of the whole sequence along dimension `dim`.
+        """Return the rows of `x` that `rank` holds. The tensor `x` has the rows of the whole sequence along dimension `dim`.
 
         Raises:
             ValueError: `x` does not have `seq_len` rows, or the layout has no such rank.

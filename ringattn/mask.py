@@ -86,7 +86,8 @@ class Pieces(NamedTuple):
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask determines which keys each query may attend to. `Mask.causal`, `Mask.full` and `Mask.from_intervals` create masks.
+    """A mask determines which keys each query may attend to. Create masks with `Mask.causal`, `Mask.full` and
+    `Mask.from_intervals`.
 
     With `Mask(window=(left, right))`, a query attends to `left` earlier keys, its own key and `right` later keys. If `left` or
     `right` is None, the query attends to all keys on that side.

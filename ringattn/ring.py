@@ -13,8 +13,8 @@ keys.
     queries   --------->---------->---------->             sent one step ahead of the computation that needs them
     states               ---------->---------->---------->  sent one step after the computation that produced them
 
-In the KV ring, keys and values circulate, and the queries and their state stay. `ringattn.planning.schedule` explains the
-schedules, with and without relays.
+In the KV ring, keys and values circulate, and the queries and their state stay. The module `ringattn.planning.schedule`
+explains the schedules, with and without relays.
 
 `run_schedule` contains all of the communication. Each pass only defines what circulates, what a local step computes, and how
 partial results are merged. Partial results are fp32 (fp64 for fp64 inputs) from the kernel to the last hop. In place of delta =

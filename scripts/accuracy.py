@@ -45,8 +45,8 @@ def float64_results(
         blocks: which blocks of 128 x 128 scores are computed. None means all blocks.
 
     Returns:
-        A dict with float64 tensors: "dq", "dk" and "dv" with the shapes of q, k and v, "out" (B, N, Hq, Dv) and "lse" (B, N,
-        Hq).
+        A dict of float64 tensors. The tensors "dq", "dk" and "dv" have the shapes of q, k and v. The shapes of "out" and "lse"
+        are (B, N, Hq, Dv) and (B, N, Hq).
     """
     group, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     num_rows = max(1, MAX_SCORES // k.shape[1] // group // 128) * 128
@@ -79,11 +79,11 @@ def output_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
 def row_error(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference between `actual` and `expected` (B, N, H, D), relative to the scale of the row.
 
-    The scale of a row is its largest element, but at least a tenth of the largest element of `expected`. A NaN counts as
-    infinity.
+    The scale of a row is its largest element. The scale is at least a tenth of the largest element of `expected`. A NaN counts
+    as infinity.
     """
     scale = expected.abs().amax(-1)
-    # dq and dk of a sequence of one token are zero, so their errors are compared with the inputs, whose scale is 1.
+    # For a sequence of one token, dq and dk are zero. Therefore their errors are compared with the inputs, whose scale is 1.
     scale = scale.clamp(min=1.0 if len(scale[0]) == 1 else 0.1 * scale.max().item())
     return ((actual.double() - expected).abs().amax(-1) / scale).nan_to_num(nan=float("inf")).max().item()
 

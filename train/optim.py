@@ -44,7 +44,7 @@ class AdamW(torch.optim.AdamW):
                 self._update(group, [parameter.grad for parameter in group["params"]])
 
     def update_host_group(self, index: int, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Update the parameters of FSDP group `index` on the CPU. `gradients` contains their local gradients."""
+        """Update the parameters of FSDP group `index` on the CPU. The mapping `gradients` contains their local gradients."""
         for group in self.param_groups:
             if group.get("host") == index:
                 self._update(group, [gradients[parameter] for parameter in group["params"]])

@@ -64,7 +64,7 @@ def handle_stop_signals() -> Generator[None]:
     """Record SIGTERM, SIGHUP and SIGINT in this context for `stop_requested`.
 
     Outside this context, a stop signal ends the process at once. A process that ignores SIGHUP, as under nohup, keeps ignoring
-    SIGHUP. torchrun may forward the same SIGTERM several times. After the first Ctrl-C, another Ctrl-C or a SIGTERM from
+    SIGHUP. The same SIGTERM may arrive several times from torchrun. After the first Ctrl-C, another Ctrl-C or a SIGTERM from
     torchrun ends the process at once.
     """
 

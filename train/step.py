@@ -190,8 +190,8 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
 def prepare_step(run: Run, consumed: int) -> ReadyStep:
     """Get the micro-steps of a step from the loader, and copy tokens and plans to the device.
 
-    A second call for the same step returns the same result. All data-parallel ranks call this function together. `consumed` is
-    the number of sequences in earlier steps.
+    A second call for the same step returns the same result. All data-parallel ranks call this function together. The argument
+    `consumed` is the number of sequences in earlier steps.
     """
     if consumed in run.prepared:
         return run.prepared[consumed]

@@ -111,8 +111,8 @@ def check_job(config: Config, directory: Path) -> None:
 def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) -> dict[str, Any]:
     """Return the summary of a run that has completed all steps.
 
-    If the run was killed after its last step, this function repeats the evaluation and writes the summary. `facts` is the
-    result of `run_facts`.
+    If the run was killed after its last step, this function repeats the evaluation and writes the summary. The argument `facts`
+    is the result of `run_facts`.
     """
     if (summary := complete_summary(run, directory)) is not None:
         write_sample(run, directory)

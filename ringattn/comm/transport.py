@@ -102,7 +102,7 @@ class Transport:
         """
 
     def reset(self, generation: int) -> None:
-        """Forget all messages of earlier calls. `generation` counts the resets.
+        """Forget all messages of earlier calls. The number `generation` counts the resets.
 
         All ranks call this method at the same time, after their streams have run to their end.
         """

@@ -147,7 +147,7 @@ def all_to_all_seconds(bytes_to_each: float, ulysses: int, host: int, near: Inte
 
 
 def exposed_seconds(chunks: int, attention: float, all_to_all: float) -> float:
-    """Predict the seconds that the all-to-alls add to attention. `attention` and `all_to_all` are seconds per chunk. The
+    """Predict the seconds that the all-to-alls add to attention. Both `attention` and `all_to_all` are seconds per chunk. The
     arrival of the first chunk and the return of the last chunk are never hidden.
     """
     return all_to_all + (chunks - 1) * max(0.0, all_to_all - attention)

@@ -71,7 +71,7 @@ def backward_work(q: Tensor, k: Tensor, v: Tensor) -> Work:
 
 
 def head_chunks_for_memory(q: Tensor, k: Tensor, v: Tensor, pairs: float) -> int:
-    """Return the number of head chunks. `pairs` counts (query, key) pairs per batch entry, head and rank."""
+    """Return the number of head chunks. The argument `pairs` counts (query, key) pairs per batch entry, head and rank."""
     key_heads, limit = k.shape[2], max(1, q.shape[0] * _forward_pair_flops(q, v) * pairs / HEAD_CHUNK_FLOPS)
     return max(count for count in range(1, key_heads + 1) if key_heads % count == 0 and count <= limit)
 

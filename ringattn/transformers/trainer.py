@@ -31,7 +31,8 @@ class RingMixin(Base):
 
     Args:
         ring_size: the number of neighbouring ranks that share a sequence; None for all ranks. Other rings receive other
-            batches, like the ranks of data-parallel training. `per_device_train_batch_size` counts the sequences of a ring.
+            batches, like the ranks of data-parallel training. The argument `per_device_train_batch_size` counts the sequences
+            of a ring.
 
     Raises:
         ValueError: the model or an argument of the trainer is not supported on a ring.

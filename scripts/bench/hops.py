@@ -1,4 +1,4 @@
-"""Time the forward of one hop of the state ring, and compare it with the same hop of the KV ring.
+"""Compare the forward time of a hop of the state ring with the same hop of the KV ring.
 
     python -m scripts.bench.hops --queries 16384 4096
 

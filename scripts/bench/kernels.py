@@ -34,17 +34,17 @@ precision="fp8". The implementation `fp8-rounded` is the forward of `fp8` on inp
 The library flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes first compile the kernels
 of all cases, as `scripts.bench.compile_first` explains.
 
-Before a call is timed, its output and its gradients are compared with a float64 reference for the same case. The check covers
-only the first and the last key head. The script writes README.md, rows.json and plots to --output.
+Before a call is timed, its output and its gradients are compared with a float64 reference. The check covers only the first and
+the last key head. The script writes README.md, rows.json and plots to --output.
 
 A GPU lowers its clock rate when it reaches its power limit. For a fair comparison, all implementations are first compiled and
 checked. All implementations are then timed in turn in several rounds, and every second round runs in reverse order. Before each
 measurement, the call is repeated for 0.2 s, until the clock rate is stable. Every reported time is the median over the rounds.
-With --graph, the calls are replayed from CUDA graphs, so the times do not include the time of the host. For short sequences,
-the host takes longer than the GPU.
+With --graph, CUDA graphs replay the calls, so the times do not include the host. For short sequences, the host takes longer
+than the GPU.
 
-A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs. The
-rate in GB/s counts the bytes of q, k, v and out once. In the backward pass, the rate also counts the bytes of dout and of the
+A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows. A backward pass has 2.5 times as many FLOPs. The rate
+in GB/s counts the bytes of q, k, v and out once. In the backward pass, the rate also counts the bytes of dout and of the
 gradients. The extra memory of a call is its peak memory minus the memory of its arguments and results.
 """
 
@@ -176,8 +176,8 @@ def check(
     """Check the forward and the backward of an implementation. Exceptions are reported in `found`.
 
     Returns:
-        (found, calls), two dicts with the keys "forward" and "backward". `found` contains the results of `check_call`, or an
-        error. `calls` contains only calls with correct results.
+        (found, calls), two dicts with the keys "forward" and "backward". The dict `found` contains the results of `check_call`,
+        or an error. The dict `calls` contains only calls with correct results.
     """
     *inputs, dout = tensors
     found: dict[str, dict[str, Any]] = {}

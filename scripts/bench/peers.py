@@ -1,8 +1,8 @@
 """Several implementations of attention with a common interface, so that a benchmark can compare them.
 
-Each implementation is a function `prepare(case, device)`. It returns a function attend(q, k, v) -> out for tensors of (1, N, H,
-D), which supports autograd. The function `prepare` raises `Unsupported` if the implementation cannot express the mask of the
-case.
+Each implementation is a function `prepare(case, device)`. This function returns attend(q, k, v) -> out for tensors of (1, N, H,
+D). The function `attend` supports autograd. The function `prepare` raises `Unsupported` if the implementation cannot express
+the mask of the case.
 """
 
 import importlib

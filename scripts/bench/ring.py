@@ -10,14 +10,14 @@ with a float64 reference on a short sequence. The speed is reported only if the 
 The variants are timed in turn in several rounds, because GPUs lower their clock rates when they warm up. Each round measures
 the mean time per call on the slowest rank. The reported time is the median over all rounds. The variants `local` and
 `ulysses-4-local` run the kernels of `nvlink-auto` and `ulysses-4` without communication. Variants that end with `-graph` replay
-CUDA graphs, so their times do not include the time of the host. The host time matters for short shards: with 4,096 tokens per
+CUDA graphs, so their times do not include the time of the host. The host time matters for short shards. With 4,096 tokens per
 rank, the host takes about as long as the GPU.
 
-A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows, and a backward pass has 2.5 times as many FLOPs.
-Rates are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The
-receive buffer of the NVLink transport is reported separately (`receive_buffer_bytes`). For every ring, the report also contains
-the number of hops, the bytes that the busiest rank sends, and the exposed time. The exposed time is the time of a ring minus
-the time of `local`.
+A forward pass has 4 H D FLOPs per (query, key) pair that the mask allows. A backward pass has 2.5 times as many FLOPs. Rates
+are per GPU. Memory is the peak of torch's allocator during a forward and a backward pass, including the inputs. The receive
+buffer of the NVLink transport is reported separately (`receive_buffer_bytes`). For every ring, the report also contains the
+hops, the bytes that the busiest rank sends, and the exposed time. The exposed time is the time of a ring minus the time of
+`local`.
 
 Rank 0 writes README.md, ring.json and a plot to --output, with the functions of `scripts/bench/ring_report.py`.
 """

@@ -4,8 +4,8 @@
     python -m scripts.bench.scaling --ranks 2 4 --jobs ring ulysses --rounds 3
 
 Every job trains on packed documents of the default corpus. The jobs `one GPU`, `ring`, `ulysses` and `data-parallel` train on
-sequences of 32,768 tokens, so their tokens/s can be compared. Jobs run one after the other, and rates are measured in the
-second half of the steps. Every reported rate is the median over all rounds. The script writes README.md, scaling.json and
+sequences of 32,768 tokens. Their tokens/s can therefore be compared. Jobs run one after the other, and rates are measured in
+the second half of the steps. Every reported rate is the median over all rounds. The script writes README.md, scaling.json and
 scaling.png to --output.
 """
 

@@ -1,4 +1,4 @@
-"""Plot what the host and the GPU of a rank do in one training step, from traces that `trainer.profile` writes.
+"""Plot the work of a rank's host and GPU in one training step, from traces of `trainer.profile`.
 
     torchrun --nproc_per_node=2 train/run.py name=profiled trainer.steps=24 trainer.profile=20-22
     python -m scripts.bench.step_timeline outputs/profiled/profile/trace-*-rank0.json.gz --steps 21 --output timeline.png

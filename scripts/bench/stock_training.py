@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=4 -m scripts.bench.stock_training --model 1.4b --seq-len 65536 --output outputs/stock
 
 The script shards each block with FSDP2, and distributes attention with context_parallel, which uses cuDNN. The script compiles
-the operations before and after attention, uses fused AdamW, and computes the loss from all logits at once. With
+the operations before and after attention, and uses fused AdamW. The loss is computed from all logits at once. With
 --checkpointing, whole blocks are recomputed with torch's activation checkpointing. The training data are random tokens. Rank 0
 writes summary.json in the format of `train/run.py`.
 """

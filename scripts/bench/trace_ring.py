@@ -1,4 +1,4 @@
-"""Plot the kernels and copies of every GPU of a ring in one forward and backward pass, as torch's profiler records them.
+"""Plot the kernels and copies of every GPU of a ring in one forward and backward pass, from torch's profiler.
 
     torchrun --nproc_per_node=4 -m scripts.bench.trace_ring --case causal-64k --output outputs/timeline
     python -m scripts.bench.trace_ring --draw outputs/timeline/timeline.json

@@ -14,10 +14,10 @@ times as large as the other features. The columns are:
     one scale          the same, if all blocks of a head have the same scale
     neither            the same, without the rotation and with one scale per head
 
-On a device without a kernel for FP8 inputs, the column "FP8" contains the errors of bf16 attention on the rounded inputs. The
-second table contains the errors of the gradients. After an FP8 forward pass, the backward pass computes in bf16 with the
-rounded inputs. An error is the norm of the difference divided by the norm of the reference. Each cell is the root mean square
-over several seeds. The exit status is 1 if an error in the column "FP8" of the first table exceeds LIMIT.
+Without a kernel for FP8 inputs, the column "FP8" contains the errors of bf16 attention on the rounded inputs. The second table
+contains the errors of the gradients. After an FP8 forward pass, the backward pass computes in bf16 with the rounded inputs. An
+error is the norm of the difference divided by the norm of the reference. Each cell is the root mean square over several seeds.
+The exit status is 1 if an error in the column "FP8" of the first table exceeds LIMIT.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m scripts.check.kills --kills 100 --seed 1
 
 The script first trains a reference run without interruptions. Every further run is killed and restarted `--kills-per-run`
-times: at a random moment, during a save, or during an evaluation. At the end of a run, the script compares its results with the
-reference. Runs are killed and restarted in five ways:
+times. A kill comes at a random moment, during a save, or during an evaluation. At the end of a run, the script compares its
+results with the reference. Runs are killed and restarted in five ways:
 
     worker         one worker is killed; torchrun ends the run, and the same command is launched again
     torchrun       torchrun is killed; the workers must notice it and end, and the same command is launched again
@@ -13,10 +13,10 @@ reference. Runs are killed and restarted in five ways:
     fork           all ranks are killed, and the same command is launched again. The ranks are forked from this script instead
                    of started by torchrun. Forked ranks start within a second.
 
-Every run must take the same steps as the reference, with the same loss in every step and in every evaluation. The last
-checkpoint must contain the same bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest
-complete checkpoint. All processes of a run must have ended 60 seconds after the end of the run. The exit status is 1 if any run
-fails a check.
+Every run must take the same steps as the reference, with equal losses in all steps and evaluations. The last checkpoint must
+contain the same bytes as the last checkpoint of the reference. After a kill, a run must resume from its newest complete
+checkpoint. All processes of a run must have ended 60 seconds after the end of the run. The exit status is 1 if any run fails a
+check.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ SETTINGS = (
 
 
 class ForkedRank:
-    """A fork of this process that trains as one rank. It has the interface of subprocess.Popen."""
+    """A fork of this process that trains as one rank. The class has the interface of subprocess.Popen."""
 
     def __init__(self, arguments: list[str], folder: Path, log: Path, **variables: str) -> None:
         self.returncode: int | None = None

@@ -38,8 +38,8 @@ TEST_TIMEOUT, TIMEOUT = 60, 400
 
 @dataclass(frozen=True)
 class Mutant:
-    """A deliberate fault. The text `new` replaces `old`, which must occur exactly once in the file. `tests` contains the
-    arguments of pytest that select the tests that should fail.
+    """A deliberate fault. The text `new` replaces `old`, which must occur exactly once in the file. The entries of `tests` are
+    arguments of pytest, and select the tests that should fail.
     """
 
     file: str

@@ -8,9 +8,8 @@ Run this script on a new machine or cluster before a long training run. On GPUs,
 NVLink and NCCL. If a host has more ranks than GPUs, several ranks share a GPU, and gloo replaces NCCL. Without GPUs, the inputs
 are fp32, and the transport is gloo.
 
-The script prints a table with the largest `row_error` of all ranks. If an error exceeds its limit, the script prints the rank
-with the error, and the exit status is 1. With --precision fp8, the reference is computed from inputs that are rounded in the
-same way as on the ranks.
+The script prints a table with the largest `row_error` of all ranks. If an error exceeds its limit, the script prints the rank,
+and the exit status is 1. With --precision fp8, the inputs of the reference are rounded as on the ranks.
 """
 
 import argparse

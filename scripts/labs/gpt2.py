@@ -7,8 +7,8 @@ variant `ringattn` is the GPT of this project, with `flash_attention` and a loss
 with and without torch.compile at each length. All weights are random, nothing is downloaded, and no dropout is applied. A step
 consists of the forward pass, the backward pass and AdamW.
 
-All variants first train on the same text, which is the source code of Python's standard library with one token per byte. The
-table contains the loss on text that follows the training text. On a GPU, the models have the shape of GPT-2 124M
+All variants first train on the same text. The text is the source code of Python's standard library, with one token per byte.
+The table contains the loss on text that follows the training text. On a GPU, the models have the shape of GPT-2 124M
 (configs/model/124m.yaml) and bf16 parameters. On a CPU, the models are small and use fp32.
 """
 

@@ -1,4 +1,4 @@
-"""Functions for all labs: parse the options, measure the time and the memory of a call, and limit the memory."""
+"""Parse the options of labs, measure the time and the memory of a call, and limit the memory."""
 
 import argparse
 import os

@@ -2,8 +2,8 @@
 
     python -m scripts.labs.softmax_share
 
-The profiler of PyTorch measures five steps of naive attention: the scores, the scale, the mask, the softmax, and the product
-with the values. On a GPU, the time of a step is the time of its kernels. The last line of the table is the time of
+PyTorch's profiler measures five steps of naive attention. The steps are the scores, the scale, the mask, the softmax, and the
+product with the values. On a GPU, the time of a step is the time of its kernels. The last line of the table is the time of
 `ringattn.flash_attention` for the same inputs.
 """
 

@@ -1,10 +1,10 @@
-"""Lab 2: vary the tile size (Br queries and Bc keys) and compare traffic, memory on the chip, and time.
+"""Lab 2: vary the tile size (Br queries and Bc keys), and compare traffic, on-chip memory and time.
 
     python -m scripts.labs.tile_sizes
 
-The lab runs the forward pass of causal attention. On a GPU, the lab compiles the Triton kernel for every tile size, and reports
-the kernel's shared memory and registers. On a CPU, the lab runs the blockwise kernel, and counts the bytes that its tiles load.
-The formulas of docs/io.md predict the traffic. Without caches, all predicted traffic would come from HBM.
+The lab runs the forward pass of causal attention. On a GPU, the lab compiles the Triton kernel for every tile size. The table
+contains the kernel's shared memory and registers. On a CPU, the lab runs the blockwise kernel, and counts the bytes that its
+tiles load. The formulas of docs/io.md predict the traffic. Without caches, all predicted traffic would come from HBM.
 """
 
 import sys

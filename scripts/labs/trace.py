@@ -1,4 +1,4 @@
-"""Trace the softmax state of one query through the tiles of one rank, and then through the hops of a ring.
+"""Trace the softmax state of one query through the tiles of a rank and the hops of a ring.
 
 python -m scripts.labs.trace --scores 1 3 2 5 --tile 2 --ranks 2
 python -m scripts.labs.trace --output trace.png
@@ -49,8 +49,7 @@ class Problem(NamedTuple):
             values: the value of each key, or None for 1, 2, 3, ...
 
         Raises:
-            ValueError: there are no scores or too many scores, a number is infinite or NaN, or the numbers of values and scores
-                differ.
+            ValueError: there are no or too many scores, a number is not finite, or the numbers of values and scores differ.
         """
         values = range(1, len(scores) + 1) if values is None else values
         if not 1 <= len(scores) <= MAX_SCORES:
@@ -104,7 +103,7 @@ def _numbers_of(state: PartialState, row: int) -> tuple[float, float, tuple[floa
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, intervals: Intervals, scale: float, tile: int, observe: Callable[..., None]
 ) -> PartialState:
-    """Add one tile of keys after the other. After each tile, call observe(rows of k, old m, state)."""
+    """Attend to one tile of keys after the other. After each tile, call observe(rows of k, old m, state)."""
     state = PartialState.empty(q, v.shape[-1])
     for first in range(0, k.shape[1], tile):
         rows = slice(first, min(first + tile, k.shape[1]))

@@ -1,4 +1,4 @@
-"""Draw the losses of several runs in one picture, and compare the final losses and speeds with the first run.
+"""Draw the losses of several runs in one picture, and compare final losses and speeds with the first run.
 
     python -m scripts.tools.compare_losses losses.png outputs/bf16 outputs/float8
 

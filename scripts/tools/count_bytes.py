@@ -155,8 +155,8 @@ PREDICTIONS = {"triton": predict, "hopper": predict_hopper}
 
 
 def dram_reads(length: int, head_dim: int, tile_rows: int) -> float:
-    """Return how often a loop's operands are read from DRAM. Operands that fit into L2 are read once, and others once per wave
-    of tiles. A mask may reduce the number of reads.
+    """Return how often a loop's operands are read from DRAM. Operands that fit into L2 are read once. All other operands are
+    read once per wave of tiles. A mask may reduce the number of reads.
     """
     fits = 2 * length * head_dim * BF16_BYTES <= L2_BYTES
     return 1.0 if fits else max(1.0, length / tile_rows / NUM_SMS)

@@ -1,4 +1,4 @@
-"""Draw the schedule of a ring pass: what each rank computes in each step, and which messages are in flight.
+"""Draw the computations and the messages in each step of a ring pass.
 
 python -m scripts.tools.draw_schedule docs/ring.png
 """

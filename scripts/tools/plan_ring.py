@@ -6,14 +6,14 @@ r"""Predict the time, the bytes and the exposed communication of one attention l
 
 The predictions come from the cost model with which ringattn chooses schedules (`ringattn/planning`).
 
-In each step of a ring pass, the GPUs compute while the links carry the next blocks. A step takes as long as the computation on
-the busiest rank or the transfer over the busiest link, whichever is longer. Exposed time is time in which a GPU waits for a
-transfer. Each step also costs a fixed GPU time, and merging partial results takes additional time. Without a CUDA graph, a pass
-takes at least as long as the host needs to launch the steps. A ring that spans several nodes runs at the speed of the network.
+In each step of a ring pass, the GPUs compute while the links carry the next blocks. The time of a step is the longer of the
+busiest rank's computation and the busiest link's transfer. Exposed time is time in which a GPU waits for a transfer. Each step
+also costs a fixed GPU time, and merging partial results takes additional time. Without a CUDA graph, a pass takes at least as
+long as the host needs to launch the steps. A ring that spans several nodes runs at the speed of the network.
 
 A Ulysses all-to-all of one chunk of heads overlaps with attention of another chunk.
 
-To save time, long sequences are scaled down to 32,768 positions, and large rings to 64 ranks, with an error of less than 3%.
+To save time, long sequences are scaled down to 32,768 positions, and large rings to 64 ranks. The error is less than 3%.
 
 The option --measured compares predictions with the measurements in a JSON file. The file contains a list of objects with the
 keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. The key ulysses is optional, and its default is
@@ -222,7 +222,7 @@ def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
 
 
 def bytes_sent(schedule: Schedule, block_row: float, result_row: float) -> list[float]:
-    """Return the bytes that each rank sends. `block_row` and `result_row` are bytes per row."""
+    """Return the bytes that each rank sends. The arguments `block_row` and `result_row` are bytes per row."""
     size = {"block": block_row, "result": result_row}
     sent = [0.0] * schedule.ranks
     for step in schedule.steps:

@@ -91,7 +91,7 @@ class Saver:
     def save(self, directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> None:
         """Save a checkpoint after the previous save has ended. Arguments and errors as in `storage.save`.
 
-        A background save first copies the tensors, which may change after this function returns. `wait` raises the
+        A background save first copies the tensors, which may change after this function returns. The method `wait` raises the
         errors of the save.
         """
         self.wait()

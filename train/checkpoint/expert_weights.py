@@ -32,7 +32,9 @@ def tensor_names(name: str, count: int, files: Container[str]) -> list[str]:
 
 
 def open_tensor(files: Mapping[str, Any], name: str, count: int) -> Any:
-    """Return the parameter `name` as an object like a safetensors slice. `files` maps tensor names to open files."""
+    """Return the parameter `name` as an object like a safetensors slice. The argument `files` maps tensor names to open
+    files.
+    """
     slices = [files[each].get_slice(each) for each in tensor_names(name, count, files)]
     if "{}" in name:
         return OneTensorPerExpert(name, slices)
@@ -104,7 +106,7 @@ def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
 
 
 def exported_tensors(parameters: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-    """Combine parameters into exported tensors. `parameters` maps Hugging Face's names to our parameters."""
+    """Combine parameters into exported tensors. The argument `parameters` maps Hugging Face's names to our parameters."""
     tensors: dict[str, Tensor] = {}
     for name, parts in parameters.items():
         base, colon, part = name.partition(":")

@@ -102,7 +102,9 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def declared_settings(path: Path, changes: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the settings that config.json declares, without reading the weights. `changes` replaces entries of config.json."""
+    """Return the settings that config.json declares, without reading the weights. The dict `changes` replaces entries of
+    config.json.
+    """
     try:
         config = json.loads((path / "config.json").read_text())
     except (OSError, ValueError, RecursionError) as error:

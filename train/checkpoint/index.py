@@ -28,7 +28,7 @@ _ALLOWED_CLASSES = {
 
 
 def parse_index(content: bytes, files: Container[str]) -> Metadata:
-    """Parse the content of an index. `files` are the names of the checkpoint's other files.
+    """Parse the content of an index. The argument `files` contains the names of the checkpoint's other files.
 
     Raises:
         Exception: the content is not an index, or the index names a file that is not in `files`. A broken pickle may raise an

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 # The settings that a resumed run must not change
 FIXED = ("model.", "data.mask_documents", "memory.moments")
 
-# The settings that a resumed run may change without a message. `check_corpus` compares the corpus itself.
+# The settings that a resumed run may change without a message. The function `check_corpus` compares the corpus itself.
 FREE = (
     *("data.path", "data.max_document_mb", "data.num_proc", "parallel.timeout_s", "trainer.device", "trainer.compile"),
     *("trainer.cuda_graphs", "trainer.resume", "trainer.init_from", "trainer.peak_tflops", "trainer.time_limit_s"),

@@ -239,7 +239,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place with the values in a checkpoint. All ranks call this function.
 
     A DTensor may be sharded differently than in the checkpoint. Names, shapes and dtypes are compared before any tensor is
-    read. `tensors` must not contain only a part of the model or of the optimizer state.
+    read. A part of the model, or a part of the optimizer state, is not allowed.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read or does not match `tensors`.

@@ -22,7 +22,7 @@ SETTINGS = (
 
 
 def option(text: str, **default: Any) -> Any:
-    """Return a dataclass field for an option of a command. `--help` explains the option with `text`."""
+    """Return a dataclass field for an option of a command. The output of `--help` contains `text`."""
     return field(metadata={"help": text}, **default)
 
 

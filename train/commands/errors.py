@@ -33,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
-    """Exit at once after an error that is not a user error. torchrun then terminates the other ranks."""
+    """Exit at once after an error that is not a user error. Then torchrun terminates the other ranks."""
     described = describe_compile_error(error) if isinstance(error, BackendCompilerFailed) else describe_external_error(error)
     reason = described or "".join(traceback.format_exception(error))
     terminate(store, f"rank {dist.get_rank()} failed: {reason}", 1)

@@ -54,8 +54,8 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataC
     """Return (data, configs). The settings `data` contain the tokenizer and the chat template. The list `configs` has one entry
     per length, in ascending order.
 
-    By default, the facts are hidden in Python's standard library. `overrides` may select another text. Raise ConfigError if
-    `data.format` is neither text nor chat.
+    By default, the facts are hidden in Python's standard library. The argument `overrides` may select another text. Raise
+    ConfigError if `data.format` is neither text nor chat.
     """
     overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
     form = overrides.pop("data.format", "chat" if config.data.format == "chat" else "text")

@@ -5,7 +5,7 @@
 
 The command only reads the files of the run. The text is written to stdout and all messages are written to stderr. The settings
 of the model come from its checkpoint, or from the config.json of its folder. Other settings can follow as group.key=value, for
-example trainer.device=cpu, parallel.kernel=triton or model.rope_factor=4. docs/settings.md explains all settings. If
+example trainer.device=cpu, parallel.kernel=triton or model.rope_factor=4. The page docs/settings.md explains all settings. If
 trainer.fp8_attention=inference is set, FP8 attention processes the prompt.
 """
 

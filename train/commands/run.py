@@ -4,7 +4,8 @@
     python train/run.py [overrides]                             on one rank
     torchrun --nproc_per_node=N train/run.py -m a=1,2 b=3,4     a sweep: one job per combination, one after another
 
-In an installation, the command is `ringattn-train`. `--help` explains the common settings, and `--cfg job` shows all settings.
+In an installation, the command is `ringattn-train`. The option `--help` explains the common settings, and `--cfg job` shows all
+settings.
 
 Only rank 0 reads the command line. Rank 0 broadcasts the settings and the directory of every job. All ranks therefore run the
 same job, and report an invalid setting only once.

@@ -13,7 +13,9 @@ MIN_SHARE = 0.001
 
 
 def warn_of_duplicates(held_out: TokenisedDocuments, training: Mapping[str, TokenisedDocuments]) -> None:
-    """Compare the lengths and checksums of whole documents. `training` contains the text of each source, by name."""
+    """Compare the lengths and checksums of whole documents. The mapping `training` contains the text of each source, by
+    name.
+    """
     own, names = held_out.keys, list[str]()
     ordered, is_known = np.unique(own), np.zeros(len(own), dtype=bool)
     for name, text in training.items():

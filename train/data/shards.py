@@ -1,4 +1,4 @@
-"""Write and read tokenised documents as memory-mapped shards. docs/prepared-data.md describes the files.
+"""Write and read tokenised documents as memory-mapped shards. The page docs/prepared-data.md describes the files.
 
 index.json        the tokenizer, the counts and the checksums, written last: a folder without this file is incomplete
 NAME.tokens       the tokens of all documents of a shard, uint16 or uint32
@@ -149,7 +149,7 @@ class Shards:
         lengths: as in Store.
 
     Raises:
-        ConfigError: the folder is incomplete, or a file is damaged. `read` also raises this error.
+        ConfigError: the folder is incomplete, or a file is damaged. The method `read` also raises this error.
     """
 
     def __init__(self, folder: Path):

@@ -669,7 +669,9 @@ def overlap(first: DataConfig, second: DataConfig, sizes: dict[str, int]) -> boo
 
 
 def splits_overlap(first: str, second: str, sizes: dict[str, int]) -> bool:
-    """Return whether two splits, such as "train[:90%]", share a row. `sizes` maps each whole split to its number of rows."""
+    """Return whether two splits, such as "train[:90%]", share a row. The dict `sizes` maps each whole split to its number of
+    rows.
+    """
     parts = [absolute_parts(split, sizes) for split in (first, second)]
     return any(a.splitname == b.splitname and max(a.from_, b.from_) < min(a.to, b.to) for a, b in itertools.product(*parts))
 

@@ -17,7 +17,7 @@ CLAMP_LIMIT, CLAMP_ALPHA = 7.0, 1.702
 
 
 def activate(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Return the hidden layer of a gated feed-forward network. `activation` is `model.activation`."""
+    """Return the hidden layer of a gated feed-forward network. The argument `activation` is the setting `model.activation`."""
     if activation == "clamped":
         gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
         return gate * torch.sigmoid(CLAMP_ALPHA * gate) * (up + 1)

@@ -52,8 +52,8 @@ def init_norm(weight: Tensor, config: ModelConfig) -> None:
 class Block(nn.Module):
     """A layer, which computes x + attention(norm(x)), and then x + FFN(norm(x)).
 
-    FFN is a gated feed-forward network, or several experts. `norm_position` can also place norms after attention and FFN. With
-    `parallel`, attention and FFN have the same input.
+    FFN is a gated feed-forward network, or several experts. The setting `norm_position` can also place norms after attention
+    and FFN. With `parallel`, attention and FFN have the same input.
     """
 
     def __init__(self, config: ModelConfig) -> None:

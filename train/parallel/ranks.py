@@ -131,7 +131,7 @@ def pick_device(name: str, share_gpus: bool = False) -> torch.device:
     """Return the device of this rank, and make it the current device.
 
     On CPUs, the ranks of a host divide its cores. With a GPU, CPU operations use one thread. More threads would delay the
-    thread that launches kernels. `share_gpus` allows more ranks than GPUs.
+    thread that launches kernels. The argument `share_gpus` allows more ranks than GPUs.
 
     Raises:
         ConfigError: the host has too few GPUs.

@@ -1,7 +1,7 @@
 """Predict the seconds of a training step on a mesh of GPUs under a memory plan.
 
-A micro-step takes as long as the slower of GPU and host. `ringattn.planning` predicts the time of attention. The constants
-below were fitted to runs on one to four H100s and H200s (tests/train/parallel/test_prediction.py).
+A micro-step takes as long as the slower of GPU and host. The package `ringattn.planning` predicts the time of attention. The
+constants below were fitted to runs on one to four H100s and H200s (tests/train/parallel/test_prediction.py).
 """
 
 import re
@@ -57,7 +57,7 @@ HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 # Bytes per second of copies between a GPU and pinned host memory, in each of two simultaneous directions. Copies do not slow
 # kernels down (one H200, 2026-11-24).
 HOST_LINK = 51e9
-# The speed of PyTorch's fused AdamW on a CPU, in parameters per second and core. 16 cores reach 4.3e9 (2026-11-24).
+# The speed of PyTorch's fused AdamW on a CPU, in parameters per second and core. On 16 cores, the speed is 4.3e9 (2026-11-24).
 HOST_ADAM = 4.3e9 / 16
 # In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms. The other kernels also round
 # the operands, and take 35.7 ms instead of 14.2 ms. These are forward and backward passes of 32,768 tokens on an H200

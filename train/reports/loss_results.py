@@ -123,7 +123,7 @@ def label_numbers(axis: Any) -> None:
 
 
 def draw_by_length(axes: Any, lengths: list[int], values: Any, errors: Any = None, **style: Any) -> None:
-    """Plot values over the length, on a logarithmic x axis. `errors` may be None."""
+    """Plot values over the length, on a logarithmic x axis. The argument `errors` may be None."""
     axes.errorbar(lengths, values, errors, marker="o", capsize=3, **style)
     axes.set_xscale("log", base=2)
     axes.minorticks_off()

@@ -14,7 +14,9 @@ Accuracies = dict[tuple[int, int], float]
 
 
 def to_metrics(accuracies: Accuracies) -> dict[str, float]:
-    """Return the accuracies as `recall/LENGTH/POSITION`. `recall_accuracy` is for the largest length and position 0%."""
+    """Return the accuracies as `recall/LENGTH/POSITION`. The entry `recall_accuracy` is for the largest length and position
+    0%.
+    """
     hardest = accuracies[max(length for length, _ in accuracies), 0]
     cells = {f"recall/{length}/{position}": value for (length, position), value in accuracies.items()}
     return {"recall_accuracy": hardest} | cells
@@ -34,7 +36,7 @@ def accuracy_table(accuracies: Accuracies) -> str:
 
 
 def plot_accuracies(accuracies: Accuracies, chance: float, output: Path, title: str = "") -> None:
-    """Draw a heat map as a PNG file. `chance` is the accuracy of a model that guesses."""
+    """Draw a heat map as a PNG file. The argument `chance` is the accuracy of a model that guesses."""
     lengths, positions = _axes(accuracies)
     figure = new_figure(2.5 + 0.9 * len(lengths), 1.5 + 0.35 * len(positions))
     axes = figure.subplots()

@@ -1,7 +1,7 @@
 """Record a run in Weights & Biases (W&B): its settings, metrics, tables, images and summary.
 
 Each training run has a single W&B run. The file wandb_id contains the id of the W&B run. A launch without a network connection
-writes a folder wandb/offline-run-*. `sync_command` returns the command that uploads this folder.
+writes a folder wandb/offline-run-*. The function `sync_command` returns the command that uploads this folder.
 """
 
 import logging
@@ -118,8 +118,8 @@ def sync_command(directory: Path, is_sweep: bool = False) -> str:
 def keep_tables_in(directory: Path) -> None:
     """By default, let W&B store the contents of tables in the directory of the run.
 
-    The user may choose another folder. W&B's default folder is in the home directory. `wandb sync` silently skips a table if it
-    does not find the contents.
+    The user may choose another folder. W&B's default folder is in the home directory. The command `wandb sync` silently skips a
+    table if its contents are missing.
     """
     if USER_DATA_DIRECTORY is None:
         os.environ["WANDB_DATA_DIR"] = str(directory / "wandb" / "data")

@@ -1,7 +1,7 @@
 """Define the settings of a run as typed dataclasses, and check them before anything is built.
 
-The YAML files in configs/ override the defaults, and the command line overrides both. docs/settings.md is generated from the
-comments above the fields.
+The YAML files in configs/ override the defaults, and the command line overrides both. The page docs/settings.md is generated
+from the comments above the fields.
 """
 
 import math
@@ -415,7 +415,7 @@ class OptimConfig(Frozen):
 class TrainerConfig(Frozen):
     """The length of a run, its device, its checkpoints and its outputs."""
 
-    # The number of optimizer steps of the whole run. `total_tokens`, if set, determines this number.
+    # The number of optimizer steps of the whole run. If set, `total_tokens` determines this number.
     steps: int = 1500
     # The number of tokens of the whole run, over all ranks. Set `total_tokens` and `tokens_per_step` to compare sequence
     # lengths. If None, `steps` determines the number of tokens.
@@ -535,8 +535,8 @@ class Config(Frozen):
 
 
 def with_settings(config: Config, values: Mapping[str, Any]) -> Config:
-    """Return a copy of the settings with some values replaced. `values` maps names of settings, such as "trainer.steps" and
-    "name", to the new values.
+    """Return a copy of the settings with some values replaced. The mapping `values` contains the new values by name, such as
+    "trainer.steps" and "name".
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, value in values.items():

@@ -51,7 +51,7 @@ def resume_token_budget(config: Config, world_size: int, done: int, consumed: in
 
 
 def by_ranks(value: int, ranks: int | None = None) -> int:
-    """Return `value` x `ranks`. Recipes use this function. `ranks` is by default the number of launched ranks."""
+    """Return `value` x `ranks`. Recipes use this function. By default, `ranks` is the number of launched ranks."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     return value * (ranks or world_size)
 

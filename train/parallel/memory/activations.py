@@ -119,8 +119,8 @@ class HostActivations:
 def offload_blocks(blocks: Sequence[Any], count: int, host: HostActivations, attention_blocks: int = 0) -> None:
     """Keep only the inputs and the attention results of the first `count` blocks, in host memory. Recompute all else.
 
-    Attention is recomputed only in the first `attention_blocks` blocks. `count` must be at least 1 and less than the number of
-    blocks. Call this function after activation checkpointing has wrapped the other blocks.
+    Attention is recomputed only in the first `attention_blocks` blocks. The argument `count` must be at least 1 and less than
+    the number of blocks. Call this function after activation checkpointing has wrapped the other blocks.
     """
     for index, block in enumerate(blocks[:count]):
         block.forward = partial(_run_offloaded, block.forward, index, host, index >= attention_blocks)

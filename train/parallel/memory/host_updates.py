@@ -32,7 +32,7 @@ class HostUpdates:
         return {parameter: norm for group in self.groups for parameter, norm in group.norms.items()}
 
     def start(self, read_scale: Callable[[], list[float]]) -> None:
-        """Start the updates after the backward pass of a step. `read_scale` waits for the backward pass."""
+        """Start the updates after the backward pass of a step. The function `read_scale` waits for the backward pass."""
         for index, group in enumerate(self.groups):
             group.clear_gradients()
             group.pending = self._thread.submit(self._update, index, read_scale)

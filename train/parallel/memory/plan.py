@@ -16,7 +16,7 @@ class MemoryPlan:
     offloaded_blocks: int = 0
     # The last `host_blocks` blocks have their fp32 weights, gradients and moments in host memory.
     host_blocks: int = 0
-    # The number of tokens per chunk outside of attention. 0 disables chunks.
+    # The number of tokens per chunk outside of attention. The value 0 disables chunks.
     chunk: int = 0
 
     def num_chunks(self, tokens: int) -> int:
