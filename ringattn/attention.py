@@ -61,7 +61,7 @@ def ring_attention(
         seed: seed of the dropout, the same on all ranks, but different for every layer and step.
         first_head: the index of q's first head among all heads of the layer. Dropout depends on this index.
         schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", a pass uses
-            the state ring only if a cost model predicts that it is at least 3% faster. CPUs always use the state ring.
+            the state ring if a cost model predicts a gain of at least 3%. CPUs always use the state ring.
         route: "relay" (neighbours relay messages over NCCL or gloo), "direct", or "auto" ("direct" inside one host).
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`.
         precision: as for `flash_attention`, the same on all ranks. With "fp8", each block of 128 rows of a shard shares a

@@ -62,8 +62,8 @@ def register(
         forward: forward(q, k, v, spec) -> (out, lse, extra).
         backward: backward(saved, dout, dlse, spec) -> (dq, dk, dv) in the dtypes of q, k and v. dlse may be None.
         pairs: pairs(batch, num_queries, num_keys, spec) returns the number of (query, key) pairs per head, to count FLOPs.
-        to_save: to_save(q, k, v, out, lse, extra, spec) returns the list `saved`. Its first two tensors contain queries and
-            keys.
+        to_save: to_save(q, k, v, out, lse, extra, spec) returns the list `saved`. The first two tensors of `saved` contain
+            queries and keys.
         fake_forward, fake_backward: like `forward` and `backward`, but without computing attention.
     """
     _define(name, spec_type)

@@ -267,9 +267,9 @@ def decode_attention(
         window: how many of the newest keys a query attends to, including its own, or (left, 0) as in `Mask`. None means all
             keys.
         bounds: (lo, hi), which replace the causal mask and the window. Query i attends to rows lo[i] to hi[i] - 1 of this
-            rank's cache. Both tensors are int32 (1 or B, N), contiguous and on the device of the queries. Neither lo nor hi may
-            decrease from one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The values of lo
-            and hi are not checked. Rows outside the cache are ignored.
+            rank's cache. The tensors lo and hi are int32 (1 or B, N), contiguous and on the device of the queries. Neither lo
+            nor hi may decrease from one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The
+            values of lo and hi are not checked. Rows outside the cache are ignored.
         sinks: the number of attention sinks, the first tokens of the sequence (Xiao et al. 2023). Later tokens attend to the
             sinks even outside the window. With `bounds`, pass an int32 tensor (1 or B,) on the device of q. Query i then also
             attends to the first min(sinks, hi[i]) rows.
@@ -402,7 +402,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the same as `_rows_of_window` for a cache on one rank, in which row i has position i."""
+    """Like `_rows_of_window`, for a cache on one rank, in which row i has position i."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]
@@ -424,7 +424,7 @@ def _limit(sinks: int | None, window: int | None, length: int) -> tuple[int | No
 def _upload(
     lo: tuple[int, ...], hi: tuple[int, ...], batch: int, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return lo and hi, int32 (batch, N), and sinks, int32 (1,) or None. One copy moves all three to `device`."""
+    """Return lo and hi, int32 (batch, N), and sinks, int32 (1,) or None. One copy moves lo, hi and sinks to `device`."""
     # Kernels launch faster with addresses that are multiples of 16 bytes.
     numbers = torch.zeros(3, -(-len(lo) // 4) * 4, dtype=torch.int32, device="cpu")
     numbers[:2, : len(lo)] = torch.tensor((lo, hi), device="cpu")

@@ -47,7 +47,7 @@ def flash_attention(
     do not attend to the key.
 
     With `precision="fp8"`, the forward pass rounds q, k and v to FP8, see `ringattn.kernels.fp8`. The error is a few percent.
-    The backward pass also uses the rounded inputs: in bf16 for fp16 inputs, and otherwise in the dtype of the inputs. FP8
+    The backward pass also uses the rounded inputs. Rounded fp16 inputs become bf16, and other inputs keep their dtype. FP8
     supports neither dropout nor `blocks`. FP8 saves time only on Hopper GPUs with head dims 64, 128 and 256.
 
     There are three differences from `scaled_dot_product_attention`. Tensors have the shape (B, N, H, D), in which tokens come
@@ -64,8 +64,8 @@ def flash_attention(
         is_causal: a short form of mask=Mask.causal(). Without `mask` and `is_causal`, every query attends to every key.
         scale: positive factor on the scores before the softmax; None for D ** -0.5.
         dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout. If it is None, every call draws a seed from torch's default CPU generator. All replays of
-            a CUDA graph drop the same entries, so CUDA graphs require a seed, as does `torch.compile`.
+        seed: the seed of the dropout. With None, every call draws a seed from torch's default CPU generator. All replays of a
+            CUDA graph drop the same entries, so CUDA graphs require a seed, as does `torch.compile`.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.backends`.
         precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8".

@@ -310,7 +310,7 @@ def intervals_at(mask: Mask, seq_len: int, positions: np.ndarray, transposed: bo
     Args:
         seq_len: the number of positions of keys.
         positions: int64 (n,), the positions of the queries, which may be negative.
-        transposed: whether `positions` are keys. If True, return the interval of queries that attend to each key.
+        transposed: whether `positions` are keys. With transposed=True, return the interval of queries that attend to each key.
 
     Raises:
         ValueError: the documents do not sum to `seq_len`.

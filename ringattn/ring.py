@@ -138,7 +138,7 @@ def _zeros(*like: Tensor) -> Tensors:
 
 
 def _in_head_chunks(run: Callable[..., Tensors]) -> Callable[..., Tensors]:
-    """Decorate a method of `Ring` to run once per chunk of heads. A CUDA graph may replay passes of short shards."""
+    """Make a method of `Ring` run once per chunk of heads. A CUDA graph may replay passes of short shards."""
 
     @wraps(run)
     def run_chunks(ring: "Ring", *inputs: Any) -> Tensors:
@@ -335,7 +335,7 @@ class Ring:
     def _backward_kv(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Tensors:
-        """Let keys and values circulate. Their gradients dk and dv return to the owners. This rank accumulates dq."""
+        """Let keys and values circulate. The gradients dk and dv return to the owners of k and v. This rank accumulates dq."""
         schedule, prepared = self._prepare("kv", results=True)
         own_grads = _zeros(k, v)
         plain, scale = not self.spec.dropout_p, self.spec.scale

@@ -43,8 +43,8 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """For each run, count the allowed (row, column) pairs whose column belongs to `rank`: int64 (R,), over all batch
-        entries.
+        """For each run, count the allowed (row, column) pairs whose column belongs to `rank`. The result is int64 (R,), the sum
+        over all batch entries.
         """
         lo, hi = (x.run_sums(rank, self.count) for x in self.before)
         return (hi - lo).sum(0)

@@ -66,8 +66,8 @@ def ulysses_attention(
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`; the all-to-all sends the unrounded inputs, which the backward pass needs.
-        recompute_all_to_all: save q, k and v instead of the results of the all-to-all. The backward pass then repeats the
-            all-to-all. The setting saves memory only if q, k and v are saved or recomputed anyway.
+        recompute_all_to_all: save q, k and v instead of the results of the all-to-all. With this setting, the backward pass
+            repeats the all-to-all. The repetition saves memory only if the model saves or recomputes q, k and v anyway.
 
     Returns:
         As `ring_attention`.

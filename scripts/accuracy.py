@@ -83,7 +83,8 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
     as infinity.
     """
     scale = expected.abs().amax(-1)
-    # For a sequence of one token, dq and dk are zero. Therefore their errors are compared with the inputs, whose scale is 1.
+    # For a sequence of one token, dq and dk are zero. Therefore errors of dq and dk are compared with the inputs, whose scale
+    # is 1.
     scale = scale.clamp(min=1.0 if len(scale[0]) == 1 else 0.1 * scale.max().item())
     return ((actual.double() - expected).abs().amax(-1) / scale).nan_to_num(nan=float("inf")).max().item()
 

@@ -89,7 +89,7 @@ def traced() -> list[str]:
         f"alpha = exp({first.m} - {second.m:.0f}) = {second.alpha[0]:.4f}",
         f"the query belongs to rank {owner}. In hop 0, rank {owner} computes a state over its own keys. "
         f"In hop 1, rank {other} has received the query, and computes another state over the keys of rank {other}. "
-        f"In hop {returned.hop}, this state returns to rank {owner}",
+        f"In hop {returned.hop}, the second state returns to rank {owner}",
     ]
 
 

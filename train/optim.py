@@ -21,7 +21,8 @@ class AdamW(torch.optim.AdamW):
 
     Updating the DTensors themselves gives the same results, but takes the host several times as long.
 
-    A parameter group with an entry "host" contains parameters in host memory. The entry contains the index of the FSDP group.
+    A parameter group with an entry "host" contains parameters in host memory. The entry "host" contains the index of the FSDP
+    group.
     """
 
     @torch.no_grad()
@@ -77,7 +78,7 @@ class AdamW(torch.optim.AdamW):
 class AdamW8bit(AdamW):
     """AdamW that stores moments of matrices in 8 bits, with torchao. All other moments are fp32.
 
-    A parameter group with the entry "quantised" contains matrices. Their rows have a multiple of MOMENT_BLOCK elements. Each
+    A parameter group with the entry "quantised" contains matrices whose rows have a multiple of MOMENT_BLOCK elements. Each
     moment consists of codes and scales. The codes are uint8 with the shape of the parameter. The scales are fp32 (rows, blocks
     per row). Codes and scales are sharded like the parameter.
 

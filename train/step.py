@@ -91,9 +91,9 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
 
     Returns:
         The record of the step, and whether any rank should stop after it. The record contains `loss` (nats per token),
-        `grad_norm` (before clipping) and `lr`. Further entries are `flops` (model FLOPs of all ranks) and `data_wait_s`
-        (seconds in which the device of this rank was idle). For experts, the record contains `balance_loss` and
-        `expert_imbalance` (the tokens of the busiest expert, relative to the mean). Only `data_wait_s` differs between ranks.
+        `grad_norm` (before clipping) and `lr`. The record also contains `flops` (model FLOPs of all ranks) and `data_wait_s`
+        (idle seconds of this rank's device). For experts, the record contains `balance_loss` and `expert_imbalance` (the tokens
+        of the busiest expert, relative to the mean). Only `data_wait_s` differs between ranks.
 
     Raises:
         Diverged: on every rank, if the loss or the gradient norm is not finite. The optimizer has already used these gradients,
@@ -182,7 +182,7 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
     run.optimizer.zero_grad()
     stays_gathered = not estimate.reshard_after_forward(run.config.model, run.bf16)
     if step < run.config.trainer.steps and stays_gathered and run.plan.host_blocks == 0:
-        # Gather the parameters now. Otherwise, the GPU would wait until the host launches the gather of the next step.
+        # Gather the parameters now. In the next step, the GPU would wait until the host launches the gather.
         cast("FSDPModule", run.model).unshard()
     return lr
 

@@ -121,7 +121,7 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
         wandb_run = WandbRun(run.config, directory, facts)
     with wandb_run:
         with sync_errors():
-            # A run that went back to an earlier step keeps its later checkpoints and their records.
+            # A run that went back to an earlier step keeps the checkpoints and the records of later steps.
             recorder = metrics.Recorder(run.config, directory, math.inf, wandb_run=wandb_run)
         with closing(recorder), preemption.handle_stop_signals():
             repeat_evaluation(run, directory, done, recorder, wandb_run)
@@ -381,7 +381,7 @@ def save_checkpoint(run: Run, directory: Path, step: int, consumed: int, saver: 
     """
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
-    # Save the number of warmup steps. A larger `trainer.steps` then does not change the warmup of a resumed run.
+    # Save the number of warmup steps. A larger `trainer.steps` must not change the warmup of a resumed run.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}

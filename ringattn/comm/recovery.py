@@ -81,7 +81,9 @@ class Recovery:
             self.depth -= 1
 
     def look(self) -> None:
-        """After an exception on another rank, declare a fault if this rank has finished the same call or hangs in it."""
+        """Look for an exception of another rank. Declare a fault if this rank has finished the same call, or hangs in the
+        call.
+        """
         generation = self.generation
         other = self._first_record() if self.left is None else None
         if other is None or not other.is_own or other.call > self.call:

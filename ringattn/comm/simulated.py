@@ -89,8 +89,8 @@ def simulate(
         ranks: the number of ranks.
         function: runs in one thread per rank. Contexts of the caller, such as torch.no_grad, do not apply there.
         all_pairs: True if every rank can reach every other rank directly, False if only its neighbours.
-        in_turns: whether only one rank computes at a time, which is faster. Pass False if `function` synchronises the ranks in
-            another way, such as a barrier. Some kernels require True.
+        in_turns: whether only one rank computes at a time, which is faster. Pass in_turns=False if `function` contains other
+            synchronisation, such as a barrier. Some kernels require True.
 
     Raises:
         ValueError: an argument is invalid.

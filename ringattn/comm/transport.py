@@ -209,8 +209,8 @@ class MessageTransport(Transport):
         return self
 
     def exchange(self, sends: Addressed, receives: Addressed) -> Wait:
-        """Start all sends and receives. Return a function that waits for their completion. Sender and receiver must list their
-        messages in the same order.
+        """Start all sends and receives. Return a function that waits until all messages are complete. Sender and receiver must
+        list their messages in the same order.
         """
         raise NotImplementedError
 

@@ -10,7 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringattn.attention import ring_attention
 from ringattn.transformers.batch import RingBatch
 
-# transformers passes these keywords to every attention function. The keywords do not change the result.
+# The library transformers passes these keywords to every attention function. The keywords do not change the result of
+# attention.
 NEUTRAL = {"position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states", "return_dict"}
 
 

@@ -19,7 +19,8 @@ per case, before the measurement. FlashInfer compiles its kernels with nvcc in t
 libraries that are not installed.
 
 If a case has several queries, SDPA runs without a causal mask. With --model, the script also runs `scripts.bench.generation`.
-There, a model with random weights continues a text of --context tokens. The script writes rows.json and README.md to --output.
+In this benchmark, a model with random weights continues a text of --context tokens. The script writes rows.json and README.md
+to --output.
 """
 
 import argparse

@@ -340,7 +340,7 @@ NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-# These entries of config.json must have these values, unless `Family.fixed` contains another value
+# The required values of some entries of config.json, which `Family.fixed` may override
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 # Entries of config.json that switch on unsupported features
 OFF = (

@@ -239,7 +239,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place with the values in a checkpoint. All ranks call this function.
 
     A DTensor may be sharded differently than in the checkpoint. Names, shapes and dtypes are compared before any tensor is
-    read. A part of the model, or a part of the optimizer state, is not allowed.
+    read. Do not pass only a part of the model, or only a part of the optimizer state.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read or does not match `tensors`.
@@ -350,7 +350,7 @@ def _meta_checksum(meta: dict[str, Any]) -> int:
 
 
 def _publish(temporary: Path, target: Path) -> None:
-    # Sync the contents first. Otherwise, a power failure could leave an incomplete checkpoint under its final name.
+    # Sync the contents first. Without the sync, a power failure could leave an incomplete checkpoint under its final name.
     _fsync(temporary)
     if target.exists():
         _hide(target)
@@ -467,8 +467,8 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """Read a shard of a tensor and check its checksum.
 
-        Earlier versions saved no checksums of shards. In this case, check the checksums in the zip archive, which torch.load
-        ignores.
+        Earlier versions saved no checksums of shards. For a shard without a checksum, check the checksums in the zip archive,
+        which torch.load ignores.
         """
         content = super()._slice_file(file, sinfo).read()
         with _report_damage(Path(self.path), Path(file.name).name):

@@ -41,7 +41,8 @@ class ChatTemplate:
     variables: dict[str, str]
 
     def render(self, messages: Messages, **options: Any) -> tuple[str, list[tuple[int, int]]]:
-        """Return a conversation as text. With `return_assistant_tokens_mask=True`, also return the marked spans.
+        """Return a conversation as text. With `return_assistant_tokens_mask=True`, also return the spans that the template
+        marks.
 
         Raises:
             ConfigError: the package transformers is missing, or the template does not accept the messages.

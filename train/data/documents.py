@@ -14,8 +14,8 @@ from ringattn.train.model.loss import IGNORE
 
 # The checksum of a corpus covers at most NUM_SAMPLED documents.
 NUM_SAMPLED = 64
-# The orders of packing and of evaluation are the same in every epoch. Their seeds contain these numbers in place of the number
-# of the epoch.
+# The orders of packing and of evaluation are the same in every epoch. The seeds of both orders contain the following numbers in
+# place of the number of the epoch.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 

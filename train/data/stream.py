@@ -145,7 +145,7 @@ class Reader:
                     if self._fault:
                         reason = f", and its last fault is: {self._fault}; correct or remove it, or leave out data.streaming"
                     raise ConfigError(f"a part of {stream.config.description} contains no text{reason}")
-        # Keys of 2**63 or more would become float64 in numpy. All blocks would then have the same order.
+        # Keys of 2**63 or more would become float64 in numpy. With equal float64 keys, all blocks would have the same order.
         random = np.random.Philox(key=[stream.seed, 2**62 + (self._number << 48) + block])
         self._texts = [texts[index] for index in random_order(random, len(texts))]
         self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)
@@ -332,5 +332,5 @@ class HubCorpus:
             yield from sources.hub_rows(rows, self._config)
         except ConfigError:
             raise
-        except Exception as error:  # The types depend on the network library.
+        except Exception as error:  # The types of errors depend on the network library.
             raise sources.cannot_read(self._config, error) from error

@@ -170,7 +170,7 @@ def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
             if error := sources.find_change(piece):
                 raise error
         content = hash_of([names, [state.size for state in states], hashes])
-        with suppress(OSError):  # Without this file, the next launch reads the text again.
+        with suppress(OSError):  # Without the file of this checksum, the next launch reads the text again.
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, content)
         return content

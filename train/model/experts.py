@@ -64,7 +64,7 @@ class Experts(nn.Module):
 
         def product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             rows = grouped_product(rows, weight, ends)
-            # Indexing `bias` instead would sum many rows of its gradient with atomic operations.
+            # If the code indexed `bias`, the backward pass would sum many gradients with atomic operations.
             return rows if bias is None else rows + F.one_hot(expert, len(weight)).to(rows.dtype) @ bias
 
         rows = _Permute.apply(tokens, order, inverse, config.experts_per_token)

@@ -1,7 +1,7 @@
 """Rotary position embeddings (RoPE) rotate pairs of dimensions by angles that grow with the position of a token.
 
 The product of a rotated query and a rotated key therefore depends on the distance of their tokens. To extend a model to longer
-sequences, `factor` divides the low frequencies. Their angles then stay in the range of the training. High frequencies do not
+sequences, `factor` divides the low frequencies. The divided angles stay in the range of the training. High frequencies do not
 change, because they distinguish nearby tokens.
 """
 

@@ -60,7 +60,7 @@ HOST_LINK = 51e9
 # The speed of PyTorch's fused AdamW on a CPU, in parameters per second and core. On 16 cores, the speed is 4.3e9 (2026-11-24).
 HOST_ADAM = 4.3e9 / 16
 # In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms. The other kernels also round
-# the operands, and take 35.7 ms instead of 14.2 ms. These are forward and backward passes of 32,768 tokens on an H200
+# the operands, and take 35.7 ms instead of 14.2 ms. The times are for forward and backward passes of 32,768 tokens on an H200
 # (2026-11-28).
 FLOAT8_SPEEDUP, FLOAT8_TRAFFIC = 54.8 / 28.8, 35.7 / 14.2
 # Attention reaches 736 TFLOP/s forward, and 637 TFLOP/s in both passes together (65,536 tokens, H200, 2026-11-27).

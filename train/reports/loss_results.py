@@ -55,9 +55,9 @@ def to_metrics(losses: Losses) -> dict[str, float]:
 
     Returns:
         The entries `eval_loss` and `eval_loss_error` are the loss at the longest length and its error. The entry
-        `eval_loss_at/LENGTH` is the loss at a length. The entry `eval_difference_error/LENGTH` is the error of its difference
-        from the loss at the shortest length. The entry `eval_target_tokens` is the number of target tokens, and `eval_targets`
-        is their checksum. Unknown errors are left out.
+        `eval_loss_at/LENGTH` is the loss at a length. The entry `eval_difference_error/LENGTH` is the error of the difference
+        between the losses at LENGTH and at the shortest length. The entry `eval_target_tokens` is the number of target tokens,
+        and `eval_targets` is their checksum. Unknown errors are left out.
     """
     means, errors = losses.means.tolist(), losses.errors()
     metrics: dict[str, float] = {"eval_loss": means[-1]}

@@ -112,7 +112,7 @@ class Recorder:
         self._log_to_wandb({"step": step, **values})
 
     def lacks_evaluation(self, step: int) -> bool:
-        """The result is valid only on rank 0."""
+        """On ranks other than 0, the result is always False."""
         return self._is_active and any(each["step"] == step and "eval_loss" not in each for each in read(self._path))
 
     def amend(self, step: int, **values: float) -> None:
@@ -183,7 +183,7 @@ def write_atomically(path: Path, text: str) -> None:
     with open(temporary, "w") as file:
         file.write(text)
         file.flush()
-        # Sync before the renaming. Otherwise, the file could be empty after a crash of the machine.
+        # Sync before the renaming. Without the sync, the file could be empty after a crash of the machine.
         os.fsync(file.fileno())
     os.replace(temporary, path)
 

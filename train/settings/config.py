@@ -240,7 +240,7 @@ class DataConfig(Frozen):
     # With `streaming`, the number of documents that are shuffled together in host memory.
     shuffle_buffer: int = 10_000
     # The text: a file, a folder with its subfolders, a glob pattern, or the name of a hub dataset. From a folder, "jsonl" and
-    # "parquet" read only files with a matching suffix. "stdlib", "packages" and "recall" need no path.
+    # "parquet" read only files with a matching suffix. The sources "stdlib", "packages" and "recall" need no path.
     path: str | None = None
     # The configuration of a hub dataset. None: the default configuration.
     subset: str | None = None
@@ -268,8 +268,8 @@ class DataConfig(Frozen):
     # The maximum size of a document in MB (10**6 bytes). A larger document is an error, because tokenising needs about 10 times
     # its size in memory.
     max_document_mb: int = 200
-    # The action at a faulty file, line or row, for example one that is not UTF-8. "raise" stops with an error. "skip" skips the
-    # text and counts it.
+    # The action at a faulty file, line or row, for example one that is not UTF-8. With "raise", the run ends with an error.
+    # With "skip", the run skips and counts the text.
     on_error: str = "raise"
     # The number of processes per host that tokenise the text. None: the host's CPU cores divided by its ranks, or fewer for a
     # small text.
@@ -286,9 +286,9 @@ class DataConfig(Frozen):
     seq_len: int = 512
     # Whether a token attends only to its own document, or to all earlier tokens of the sequence.
     mask_documents: bool = True
-    # The packing of documents into sequences. "stream" joins all documents and cuts them after every `seq_len` tokens.
-    # "best-fit" cuts only documents with more than `seq_len` tokens, and needs little padding (Ding et al. 2024). The held-out
-    # text is always a stream.
+    # The packing of documents into sequences. The value "stream" joins all documents and cuts them after every `seq_len`
+    # tokens. The value "best-fit" cuts only documents with more than `seq_len` tokens, and needs little padding (Ding et al.
+    # 2024). The held-out text is always a stream.
     packing: str = "stream"
     # The seed of the random order of the documents, which changes with every epoch.
     seed: int = 0
@@ -346,20 +346,20 @@ class ParallelConfig(Frozen):
     # The number of ranks that share one sequence, which must divide the number of all ranks. None: all ranks.
     ring: int | None = None
     # The number of ranks that exchange heads in one all-to-all. Rings connect groups of this size, so a larger number means
-    # fewer hops. 0 selects the largest number that divides both the ranks of a sequence and the query heads. None selects the
-    # group size that minimises the predicted step time.
+    # fewer hops. The value 0 selects the largest number that divides both the ranks of a sequence and the query heads. None
+    # selects the size with the shortest predicted step.
     ulysses: int | None = 1
     # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". In every step, "auto" selects the layout
     # with the least work for the busiest rank.
     layout: str = "auto"
     # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto".
-    # "auto" selects "state" only if it is predicted to be at least 3% faster. On CPUs, "auto" selects "state".
+    # The value "auto" selects "state" if the predicted gain is at least 3%. On CPUs, "auto" selects "state".
     schedule: str = "auto"
     # The route of the circulating tensors: "relay" (from neighbour to neighbour, over NCCL or gloo), "direct" (to the rank that
-    # needs them) or "auto". "auto" selects "direct" if all ranks are in one host.
+    # needs them) or "auto". If all ranks are in one host, "auto" selects "direct".
     route: str = "auto"
-    # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto". "auto" selects the fastest kernels that
-    # support the device and the shapes.
+    # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto". The value "auto" selects the fastest
+    # kernels that support the device and the shapes.
     kernel: str = "auto"
     # The timeout of a collective in seconds. RINGATTN_TIMEOUT overrides this timeout for the hops of a ring.
     timeout_s: int = 600
@@ -379,7 +379,7 @@ class MemoryConfig(Frozen):
     # fastest.
     optimizer: str = "auto"
     # The storage of AdamW's two moments: "fp32" or "8bit". With "8bit", the moments of matrices have 8 bits per element
-    # (torchao), which needs a quarter of the memory. 8-bit moments stay in GPU memory.
+    # (torchao), which needs a quarter of the memory. Moments in 8 bits stay in GPU memory.
     moments: str = "fp32"
     # The number of tokens that a rank processes at once in norms, projections, feed-forward networks and experts. The backward
     # pass recomputes one chunk at a time. None selects all tokens if the memory suffices, or else 16,384 tokens. 0: all tokens.
@@ -869,8 +869,8 @@ def _check_training(config: Config) -> Iterator[str]:
     if (optim.warmup_steps or 0) > trainer.steps:
         yield f"optim.warmup_steps={optim.warmup_steps} must not exceed trainer.steps={trainer.steps}: change one of them"
     if config.data.source == "recall" and not config.data.mask_documents:
-        # The documents of a recall sequence assign different values to the same keys. A query must therefore not see other
-        # documents.
+        # The documents of a recall sequence assign different values to the same keys. A query must therefore not attend to
+        # other documents.
         yield "data.mask_documents=false is impossible with data.source=recall: leave it out"
     if config.memory.activations.startswith("offload") and config.model.layers == 1:
         given = f"memory.activations={config.memory.activations}"

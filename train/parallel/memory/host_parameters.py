@@ -4,8 +4,8 @@
     backward               FSDP's reduce-scatter -> norm on the GPU -> host gradients
     next forward           the optimizer updates the host weights; each all-gather waits for the update of its group
 
-FSDP's own CPUOffloadPolicy is slower. With this policy, the host waits for the end of every backward pass, and sums gradients
-of micro-steps on the CPU.
+FSDP's own CPUOffloadPolicy is slower. With CPUOffloadPolicy, the host waits for every backward pass, and adds gradients of
+micro-steps on the CPU.
 """
 
 from concurrent.futures import Future
