@@ -77,7 +77,7 @@ def ring_attention(
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.
         RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). If a GPU is waiting for
-            the lost rank, the process prints the reason and exits without raising an error.
+            the lost rank, the process exits with a message instead.
     """
     check_dense(q, k, v)
     q, k, v = autocast(q, k, v)

@@ -111,7 +111,7 @@ def row_limits(dtype: torch.dtype) -> dict[str, float]:
 def group_error(actual: Tensor, expected: Tensor) -> Tensor:
     """Return the largest relative error of any GROUP consecutive rows, as a float64 scalar.
 
-    The relative error of a group is the norm of the group's errors divided by the norm of its expected values.
+    The relative error divides the norm of a group's errors by the norm of the group's expected values.
 
     Args:
         actual, expected: (B, N, H, D); GROUP divides N.

@@ -45,8 +45,8 @@ def fp8_formulas() -> str:
     for name in ("kv", "state"):
         at_64, at_128 = (sum(getattr(row_bytes, name)) for row_bytes in (small, large))
         found[name] = f"{(at_128 - at_64) / 64:.0f} d + {2 * at_64 - at_128:.0f}"
-    kv, state = f"T Hkv ({found['kv']}) bytes in the KV ring", f"T Hq ({found['state']}) bytes in the state ring"
-    return f"a hop of the forward pass sends {kv} and {state}"
+    kv, state = f"KV ring sends T Hkv ({found['kv']}) bytes", f"state ring sends T Hq ({found['state']}) bytes"
+    return f"a forward hop of the {kv}. A forward hop of the {state}."
 
 
 def worked_row() -> list[str]:

@@ -51,8 +51,8 @@ class Exchange(Protocol):
     """An `Exchange` fills a set of tensors with slices that all ranks send."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """Send the slice `take(x, r)` of each tensor x in `block` to every rank r. For each x, the receiver has a tensor y in
-        the `into` of `start`, and copies the slice into the view `put(y, sender)`.
+        """Send the slice `take(x, r)` of each tensor x in `block` to every rank r. For each x, the `into` of `start` contains a
+        tensor y of the receiver. The receiver copies the slice into the view `put(y, sender)`.
 
         The tensors of `block` must not be modified before `AllToAll.finish`.
         """

@@ -72,8 +72,8 @@ def connect(
         group_name: `ProcessGroup.group_name`; a string, because torch.compile cannot trace groups.
         device: the device of the tensors.
         transport: "nvlink" (copy engines write into the memory of the other GPUs), "p2p" (messages of the process group) or
-            "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". Without the variable, "auto" means "nvlink" if
-            all GPUs are in one host and can access each other. In all other cases, "auto" means "p2p".
+            "auto". The environment variable RINGATTN_TRANSPORT replaces "auto". Without RINGATTN_TRANSPORT, "auto" means
+            "nvlink" if all GPUs are in one host and can access each other. In all other cases, "auto" means "p2p".
         call: returns the settings of this call. The handshake compares the settings of all ranks.
         relays: whether ranks relay received blocks to their neighbours. If True, "auto" means "p2p".
 

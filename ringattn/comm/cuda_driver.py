@@ -88,7 +88,7 @@ def _copy_2d(target_pitch: int, source_pitch: int, width: int, count: int) -> _C
 
 
 def write_flag(address: int, value: int, stream: int) -> None:
-    """Write a flag after all earlier work of the stream has finished and is visible to every device."""
+    """Write a flag when all earlier work of the stream is visible to every device."""
     # Hop numbers can exceed 32 bits.
     _check("to write a flag", _driver().cuStreamWriteValue32_v2(stream, address, value & _WORD_MASK, 0))
 

@@ -92,7 +92,7 @@ class ReceiveBuffer:
         self.memory, self.addresses = self.transport.share(torch.uint8, count)
 
     def keep_for_graph(self) -> None:
-        """During the capture of a CUDA graph, keep the current memory forever, because replays of the graph use it."""
+        """During the capture of a CUDA graph, keep the current memory forever. Replays of the graph use this memory."""
         if torch.cuda.is_current_stream_capturing():
             assert self.memory is not None
             self._kept.add(self.memory)

@@ -1,8 +1,8 @@
-"""Replay ring passes over short shards from CUDA graphs. Without a graph, launching a short pass on the host takes longer than
-running it on the GPU.
+"""Replay ring passes over short shards from CUDA graphs. For a short pass, the launches on the host take longer than the
+kernels on the GPU.
 
 After CALLS_BEFORE_CAPTURE passes with equal plans, shapes and options, the pass is captured. A graph exchanges the same
-messages as an ordinary pass, so ranks may capture it at different times.
+messages as an ordinary pass. Ranks may therefore capture a pass at different times.
 """
 
 import logging

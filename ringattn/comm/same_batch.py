@@ -16,7 +16,7 @@ from ringattn.comm.simulated import SimulatedRank
 def check_same(batch: object, group: Group | None) -> None:
     """Check that a batch is the same on all ranks of a group. All ranks must call this function.
 
-    If the ranks of a ring have different tokens or documents, training is wrong, but the loss looks plausible. Call this
+    If the ranks of a ring have different tokens or documents, training is wrong. The loss still looks plausible. Call this
     function in the first steps of a training loop. The host waits for the GPU, hashes the batch on the CPU, and makes one small
     all-reduce.
 

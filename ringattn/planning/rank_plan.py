@@ -278,8 +278,8 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """For each pair of ranks, return the range of columns of the second rank to which rows of the first rank attend. The ranges
-    are (first, end): int64 (2, row ranks, column ranks).
+    """For each pair of ranks, return the columns of the second rank to which rows of the first rank attend. The columns form
+    ranges (first, end): int64 (2, row ranks, column ranks).
     """
     by_column_rank = []
     lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))

@@ -58,7 +58,7 @@ class RankStep(NamedTuple):
 
 
 class LocalSteps(NamedTuple):
-    """A `LocalSteps` tuple holds all local steps of a schedule as integer arrays with one element per local step."""
+    """A `LocalSteps` tuple holds all local steps of a schedule as integer arrays. Each array has one element per local step."""
 
     step: np.ndarray  # the step of the schedule
     rank: np.ndarray
@@ -68,7 +68,7 @@ class LocalSteps(NamedTuple):
 
 
 class Messages(NamedTuple):
-    """A `Messages` tuple holds all messages of a schedule as integer arrays with one element per message."""
+    """A `Messages` tuple holds all messages of a schedule as integer arrays. Each array has one element per message."""
 
     step: np.ndarray  # the step of the schedule
     is_result: np.ndarray  # 1 for a result, and 0 for a block

@@ -27,7 +27,8 @@ Base = Trainer if TYPE_CHECKING else object
 class RingMixin(Base):
     """Put this class in front of a trainer: `class RingSFTTrainer(RingMixin, SFTTrainer): pass`.
 
-    As the TrainingArguments say, accelerate replicates the parameters with DDP, or shards them with FSDP2 over all ranks.
+    The TrainingArguments decide whether accelerate replicates the parameters (DDP), or shards the parameters over all ranks
+    (FSDP2).
 
     Args:
         ring_size: the number of neighbouring ranks that share a sequence; None for all ranks. Other rings receive other

@@ -8,8 +8,8 @@ The text is the source code of the installed packages as JSON lines, with log-no
 `datasets.map`, the script loads the same file with `load_dataset` and encodes batches of 1,000 documents.
 
 Times include the start of the processes. Memory is the peak of the summed proportional set sizes of all processes. The
-proportional set size counts shared memory once, and leaves out the page cache. The column "opened" contains the time of a new
-process, which opens the folder and reads the first 65,536 tokens. Imports are not counted.
+proportional set size counts shared memory once, and leaves out the page cache. The column "opened" contains the time in which a
+new process opens the folder and reads 65,536 tokens. Imports are not counted.
 """
 
 import argparse

@@ -14,7 +14,7 @@ state ring, the KV ring, Ulysses and decoding, forward and backward. There are f
 
 Calls that end in a `RingFault` take several seconds, so the option `--faults` limits their number.
 
-The script prints a table. The exit status is 1 if a call returns wrong numbers, if a rank hangs, or if a process does not end.
+The script prints a table. The exit status is 1 after wrong numbers, a hanging rank, or a process that does not end.
 """
 
 import argparse

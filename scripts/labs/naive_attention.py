@@ -1,4 +1,4 @@
-"""Lab 1: compare the time and the peak memory of naive and tiled attention, until naive attention runs out of memory.
+"""Lab 1: compare time and peak memory of naive and tiled attention, until naive attention runs out of memory.
 
     python -m scripts.labs.naive_attention
 

@@ -3,8 +3,8 @@
 python -m scripts.labs.trace --scores 1 3 2 5 --tile 2 --ranks 2
 python -m scripts.labs.trace --output trace.png
 
-Without --scores, the command traces the query "on" of the sentence "The cat sat on mat", which has five tokens. The tables show
-float64 states of the blockwise kernel, and of `ringattn.ring.run_schedule` on a simulated ring.
+Without --scores, the command traces the query "on" of the five tokens "The cat sat on mat". The tables show float64 states of
+the blockwise kernel, and of `ringattn.ring.run_schedule` on a simulated ring.
 """
 
 import argparse

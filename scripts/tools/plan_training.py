@@ -17,9 +17,9 @@ All figures are predictions for bf16 with torch.compile, for sequences of one do
 - memory: the peaks of runs on H100s and H200s (tests/train/parallel/memory/test_estimate.py), also with CUDA graphs
   (tests/train/parallel/test_graphs.py)
 
-Assumptions are the speed of the network between hosts (40 GB/s per GPU), and the figures of GPUs other than H100 and H200.
-Further arguments are settings of train/run.py, such as memory.optimizer=keep. The settings parallel.ring and parallel.ulysses
-restrict the meshes.
+The speed of the network between hosts is an assumption (40 GB/s per GPU). Figures of GPUs other than H100 and H200 are also
+assumptions. Further arguments are settings of train/run.py, such as memory.optimizer=keep. The settings parallel.ring and
+parallel.ulysses restrict the meshes.
 """
 
 import sys

@@ -21,8 +21,8 @@ trainer.device=cpu, trainer.batch_size=4, data.mask_documents=false or model.rop
 settings. With trainer.fp8_attention=inference, attention uses FP8.
 
 With evaluate=recall, the command generates the sequences of data=recall. The files recall.md and recall.png contain the
-accuracy by sequence length and by position of the answer. By default, the recall task is evaluated at the training length, half
-of it, a quarter, and so on. Any model can be evaluated.
+accuracy by sequence length and by position of the answer. By default, the recall task is evaluated at the training length
+divided by 1, 2, 4 and so on. Any model can be evaluated.
 
 With evaluate=needle, the command hides a fact in a long text, and asks the model for the fact. The accuracy is measured by
 length and depth. Similar tasks hide four facts (evaluate=needles), a chain of variables (evaluate=variables) or sentences to

@@ -124,8 +124,8 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         dtype: the dtype of the exported parameters.
 
     Raises:
-        ConfigError: the checkpoint or its tokenizer is missing, or the tokenizer has changed. The error also means that
-            transformers has no suitable architecture, or that the folder is not empty or not writable.
+        ConfigError: the checkpoint or its tokenizer is missing, or the tokenizer has changed. The error is also raised if
+            transformers has no suitable architecture. The folder must be empty and writable.
     """
     from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError

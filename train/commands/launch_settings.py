@@ -59,7 +59,7 @@ def resolve_settings(
 
 
 def settings_of_prepared_text(config: Config, given: set[str]) -> Config:
-    """Return the settings with the tokenizer and the format of a prepared text, unless the user has chosen others.
+    """Return the settings with the tokenizer and the format of a prepared text. Choices of the user have precedence.
 
     Raises:
         ConfigError: the folder of the text cannot be read.

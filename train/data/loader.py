@@ -262,8 +262,8 @@ def _end(process: subprocess.Popen[bytes], requests: IO[bytes]) -> None:
         requests.close()
 
 
-# A message has several parts: a header with their sizes, a pickle, and the memory of each array. Every part starts at a
-# multiple of 16 bytes, because arrays must be aligned.
+# A message consists of a header, a pickle, and the memory of each array. The header contains the sizes of all parts. Every part
+# starts at a multiple of 16 bytes, because arrays must be aligned.
 def _encode(message: Any) -> bytes:
     buffers: list[pickle.PickleBuffer] = []
     parts = [pickle.dumps(message, protocol=5, buffer_callback=buffers.append), *(x.raw() for x in buffers)]

@@ -2,8 +2,8 @@
 
     ... text ... | fact | ... text ... | question, and the beginning of the answer | answer
 
-The answer is correct if each of its tokens has the largest logit, so greedy decoding would write it. The first fact is inserted
-at a given depth of the text. The tasks besides `needle` resemble those of RULER (Hsieh et al. 2024, arXiv:2404.06654).
+An answer is correct if each of its tokens has the largest logit. Greedy decoding would write such an answer. The first fact is
+inserted at a given depth of the text. The tasks besides `needle` resemble those of RULER (Hsieh et al. 2024, arXiv:2404.06654).
 """
 
 import itertools
@@ -132,7 +132,7 @@ class NeedleDocuments:
             (text == self.tokenizer.eos) | (text == self.tokenizer.bos), self.tokenizer.encode("\n")[-1], text
         ).tolist()
         depth = number % NUM_DEPTHS / (NUM_DEPTHS - 1)
-        # Insert the first fact at the given depth, and the other facts at random places after the first fact.
+        # Insert the first fact at the given depth. Insert the other facts at random places after the first fact.
         places = sorted(depth + (1 - depth) * (int(word) / 2**64) for word in random.random_raw(len(facts) - 1))
         cuts = [0, *(int(place * space) for place in (depth, *places)), space]
         parts = [text[first:last] for first, last in itertools.pairwise(cuts)]

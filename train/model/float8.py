@@ -1,7 +1,7 @@
 """Compute the linear layers of the blocks in FP8 during training steps, with one scale per tensor (torchao).
 
-The weights stay in fp32 and keep their names. In a forward pass without gradients, the layers compute in bf16, so that
-evaluations agree with the exported model. The router and the experts stay in bf16.
+The weights stay in fp32 and keep their names. In a forward pass without gradients, the layers compute in bf16. Evaluations
+therefore agree with the exported model. The router and the experts stay in bf16.
 """
 
 import logging
@@ -66,7 +66,7 @@ def convert(model: GPT, emulate: bool = False) -> None:
 def _training_linear(float8_linear: Any) -> Any:
     """Return a subclass of torchao's layer that computes without FP8 if there are no gradients.
 
-    All layers have the same class and the same attributes, so that torch.compile compiles one block for all layers.
+    All layers have the same class and the same attributes. Therefore torch.compile compiles one block for all layers.
     """
 
     class TrainingLinear(float8_linear):

@@ -6,8 +6,8 @@ The model receives attention as a function. The model therefore needs no process
 
 With `model.sinks`, attention also receives `sink_logits` (Hq,).
 
-The model also receives a function `finish`, which processes the last hidden states while sharded parameters are gathered. For
-example, `finish` computes the loss in chunks, so that the logits of all tokens never exist together.
+The model also receives a function `finish`. While sharded parameters are gathered, `finish` processes the last hidden states.
+For example, `finish` computes the loss in chunks, so that the logits of all tokens never exist together.
 """
 
 import math

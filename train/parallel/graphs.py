@@ -1,7 +1,7 @@
 """Replay the forward and the backward pass of a small model from two CUDA graphs.
 
-For short shards, launching a step's kernels on the host takes longer than running them on the GPU. Launching a CUDA graph
-launches all kernels of a pass at once.
+For short shards, the launches on the host take longer than the kernels on the GPU. Launching a CUDA graph launches all kernels
+of a pass at once.
 
 A graph always runs the same kernels, although the documents differ from step to step. Attention therefore uses a plan with
 fixed schedules (`Plan.is_fixed`). Before every replay, the tables of the plan are copied to the memory of the graph

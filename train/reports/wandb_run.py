@@ -33,7 +33,7 @@ USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
 class WandbRun:
     """Records a training run in W&B.
 
-    The methods do nothing on ranks other than 0, if W&B is off, and after an error of W&B.
+    If W&B is off, after an error of W&B, and on ranks other than 0, the methods do nothing.
     """
 
     def __init__(self, config: Config, directory: Path, facts: dict[str, Any] | None = None) -> None:

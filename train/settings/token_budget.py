@@ -1,8 +1,7 @@
 """Derive the numbers of micro-steps and steps from numbers of tokens.
 
-Runs at different sequence lengths are comparable if both their tokens per step and their total tokens are equal. The settings
-are `trainer.tokens_per_step` and `trainer.total_tokens`. Other modules read only `trainer.accumulate` and
-`trainer.steps`.
+Runs at different sequence lengths are comparable if they have equal tokens per step and equal total tokens. The settings are
+`trainer.tokens_per_step` and `trainer.total_tokens`. Other modules read only `trainer.accumulate` and `trainer.steps`.
 """
 
 import math

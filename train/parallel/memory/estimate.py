@@ -248,8 +248,8 @@ def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: Memor
 def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan, head_chunks: int) -> float:
     model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
     query_dim, key_value_dim = _attention_dims(model)
-    # A ring keeps three fp32 tensors with the shape of the queries. The tensors are dq of this rank, a dq that is being
-    # computed, and a dq that is being sent.
+    # A ring keeps three fp32 tensors with the shape of the queries. The tensors are dq of this rank, dq of the current local
+    # step, and a dq in flight.
     temporary = 12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim
     if head_chunks > 1:
         # A chunk of heads has its own q, k, v, out and dout. At the end of the backward pass, the gradients of all heads exist.
