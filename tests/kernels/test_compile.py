@@ -178,3 +178,10 @@ def test_wide_backward_kernels_of_all_cases_overlap_products_with_softmax(dim):
 def test_merges_in_place_load_every_element_before_they_store_any():
     """Several warps load the same elements of m and l, so no warp may store its result before all warps have loaded them."""
     assert all(result["separated"] for result in run("compile_merge", ["64", "128"]))
+
+
+def test_matrices_are_not_transposed_in_8_bits():
+    """Triton 3.6 wrote wrong results when a kernel transposed numbers of 8 bits through shared memory."""
+    for result in run("compile_round_both", ["fp8e4nv", "fp8e5"]):
+        assert result["widths"], "the kernel does not use shared memory"
+        assert "b8" not in result["widths"]

@@ -59,10 +59,10 @@ HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 HOST_LINK = 51e9
 # The speed of PyTorch's fused AdamW on a CPU, in parameters per second and core. On 16 cores, the speed is 4.3e9 (2026-11-24).
 HOST_ADAM = 4.3e9 / 16
-# In FP8, the matrix products of four blocks of the 1.44B model take 28.8 ms instead of 54.8 ms. The other kernels also round
-# the operands, and take 35.7 ms instead of 14.2 ms. The times are for forward and backward passes of 32,768 tokens on an H200
-# (2026-11-28).
-FLOAT8_SPEEDUP, FLOAT8_TRAFFIC = 54.8 / 28.8, 35.7 / 14.2
+# In FP8, the matrix products of four blocks of the 1.44B model take 32.3 ms instead of 61.1 ms. The other kernels also round
+# the operands, and take 8.4 ms longer than the 11.7 ms of the prediction for bf16. The times are for forward and backward
+# passes of 32,768 tokens on an H200 (2026-11-29).
+FLOAT8_SPEEDUP, FLOAT8_TRAFFIC = 61.1 / 32.3, 20.1 / 11.7
 # Attention reaches 736 TFLOP/s forward, and 637 TFLOP/s in both passes together (65,536 tokens, H200, 2026-11-27).
 FORWARD_SPEEDUP = 736 / 637
 # The memory traffic of adding a chunk's weight gradients to fp32 sums, in bytes per parameter.

@@ -438,7 +438,7 @@ class TrainerConfig(Frozen):
     # The use of FP8 in the forward pass of attention: "never", "inference" (in evaluation, and for the prompt in generation) or
     # "always" (also in training). The backward pass of attention never uses FP8.
     fp8_attention: str = "never"
-    # Whether the linear layers of the blocks use FP8 in training steps (torchao, one scale per tensor). Evaluation and
+    # Whether the linear layers of the blocks use FP8 in training steps (one scale per tensor). Evaluation and
     # generation use bf16, and the MFU stays relative to the peak of bf16. FP8 layers require a GPU of compute capability 8.9 or
     # newer, and widths that are multiples of 16.
     float8: bool = False

@@ -1,7 +1,6 @@
 """FP8 linear layers: their errors, their gradients, the names of their weights, and runs that switch them on and off."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ def build(converted: bool) -> GPT:
     for module in (model, *model.blocks):
         module.init_weights(torch.Generator().manual_seed(1))
     if converted:
-        float8.convert(model, emulate=True)
+        float8.convert(model)
     return model
 
 
@@ -70,8 +69,8 @@ def test_weights_keep_their_names_and_values():
 
 def test_experts_do_not_use_fp8():
     model = GPT(ModelConfig(layers=1, dim=32, heads=4, kv_heads=2, experts=8), 64)
-    float8.convert(model, emulate=True)
-    names = [name for name, layer in model.blocks[0].named_modules() if type(layer).__name__ == "TrainingLinear"]
+    float8.convert(model)
+    names = [name for name, layer in model.blocks[0].named_modules() if type(layer).__name__ == "Float8Linear"]
     assert names == ["query", "key", "value", "output"]
     assert type(model.blocks[0].experts.router) is nn.Linear
 
@@ -107,14 +106,13 @@ def test_run_on_a_cpu_is_rejected(corpus):
         run_setup.build(with_settings(job(corpus, 1), {"trainer.float8": True}))
 
 
-def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
+def allow_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "check", lambda *arguments: None)
-    monkeypatch.setattr(float8, "convert", partial(float8.convert, emulate=True))
 
 
 @pytest.mark.slow
 def test_run_learns_as_without_fp8_and_resumes_without_it(corpus, tmp_path, monkeypatch):
-    emulate(monkeypatch)
+    allow_cpus(monkeypatch)
     with one_rank():
         plain, run = (run_setup.build(with_settings(job(corpus, 1), {"trainer.float8": use})) for use in (False, True))
         assert evaluate(run) == evaluate(plain)
@@ -152,7 +150,7 @@ def test_compiled_blocks_have_the_errors_of_fp8_on_a_gpu(tokens):
 def test_blocks_share_their_compiled_code():
     """torch.compile gives up if it compiles a function for more than eight blocks, and a step then takes 1.5 times as long."""
     model, angles = GPT(replace(MODEL, layers=10), 64), (torch.rand(24, 1, 4), torch.rand(24, 1, 4))
-    float8.convert(model, emulate=True)
+    float8.convert(model)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         for block in model.blocks:
@@ -177,7 +175,7 @@ def test_compiled_blocks_compute_the_same():
 @pytest.mark.slow
 def test_memory_settings_do_not_change_fp8(corpus, monkeypatch):
     """Chunks of tokens have scales of their own, so their losses differ slightly."""
-    emulate(monkeypatch)
+    allow_cpus(monkeypatch)
     losses = {}
     with one_rank():
         for setting in ("activations=keep", "activations=recompute", "activations=offload", "optimizer=offload", "chunk=16"):
@@ -199,7 +197,7 @@ def test_ranks_use_fp8(corpus, tmp_path):
 
 
 def check_ranks(corpus: str) -> None:
-    emulate(pytest.MonkeyPatch())
+    allow_cpus(pytest.MonkeyPatch())
     config = with_settings(job(corpus, 1, ring=2), {"trainer.precision": "bf16"})
     plain, losses = (train(run_setup.build(with_settings(config, {"trainer.float8": use})), 3) for use in (False, True))
     assert losses != plain

@@ -1,0 +1,56 @@
+"""Round a matrix to FP8, and write it together with its transpose.
+
+FP8 matrix products on GPUs read both operands along the dimension over which they sum. The products of a forward and a backward
+pass sum over different dimensions of the same matrix, and therefore need it in both orders.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ringattn.kernels.triton.launcher import launch
+
+# On an H200, programs of eight warps with 128 columns have the same speed.
+ROWS, COLUMNS = 128, 64
+
+# The length of a transposed row is a multiple of 16 elements, as `torch._scaled_mm` requires.
+MULTIPLE = 16
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _kernel(
+    x, scale, rounded, transposed, num_rows, WIDTH: tl.constexpr, MULTIPLE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    rows = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = (tl.program_id(0) % tiles).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    padded = ((num_rows + MULTIPLE - 1) // MULTIPLE).to(tl.int64) * MULTIPLE
+    inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    tile = tl.load(x + rows[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+    factor = tl.load(scale)
+    result = (tile.to(tl.float32) * factor).to(rounded.dtype.element_ty)
+    tl.store(rounded + rows[:, None] * WIDTH + columns[None, :], result, mask=inside)
+    # The columns of `transposed` after the last row of x become 0. Triton 3.6 wrote wrong results when it transposed numbers
+    # of 8 bits, so the 16-bit tile is transposed.
+    inside = (columns < WIDTH)[:, None] & (rows < padded)[None, :]
+    result = (tl.trans(tile).to(tl.float32) * factor).to(rounded.dtype.element_ty)
+    tl.store(transposed + columns[:, None] * padded + rows[None, :], result, mask=inside)
+
+
+def round_both(x: Tensor, scale: Tensor, rounded: Tensor, transposed: Tensor) -> None:
+    """Round scale * x to the FP8 format of the outputs.
+
+    Args:
+        x: fp16 or bf16 (M, N), contiguous.
+        scale: a scalar in fp32. Products with it must not exceed the largest number of the format.
+        rounded: (M, N), receives the result.
+        transposed: (N, P), receives its transpose. P is M rounded up to a multiple of 16, and the padding becomes 0.
+    """
+    (num_rows, width), padded = x.shape, transposed.shape[1]
+    with torch.cuda.device_of(x):
+        launch(
+            _kernel, -(-padded // ROWS) * -(-width // COLUMNS), (x, scale, rounded, transposed), (num_rows,),
+            WIDTH=width, MULTIPLE=MULTIPLE, ROWS=ROWS, COLUMNS=COLUMNS,
+        )  # fmt: skip
