@@ -17,7 +17,7 @@ correct.
 - `heads` measures 32 query heads with 32 key heads and with 8 key heads.
 - `head-dims` measures the head dims 256, 192/128 (192 for queries and keys, 128 for values) and 96, with causal and full masks.
 - `windows` measures a causal mask, windows of 128 to 4,096 tokens, and packed documents, with D = 128. The suite also measures
-  the layers of gpt-oss 20B and of Gemma 3 4B at four times the length, with a causal mask and with a window.
+  the layers of gpt-oss 20B and of Gemma 3 4B, and layers with D = 128, at four times the length.
 - `backward` compares the backward with flash-attn-4 for 16,384 and 65,536 tokens. The cases are D = 128 with a causal mask, a
   full mask and packed documents, D = 64 with a causal mask, and a causal mask with 32/8 heads.
 - `fp8` measures the head dims 64, 128 and 256 with causal and full masks. This suite runs only if --suite names it.
@@ -74,8 +74,8 @@ MEMORY_LENGTHS = (16384, 65536, 131072, 262144)
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)  # the fractions of blocks that a block-sparse mask keeps
 WARMUP_SECONDS = 0.2
 WINDOWS = (128, 512, 1024, 4096)
-# The attention layers of gpt-oss 20B and of Gemma 3 4B, as (head dim, query heads, key heads, window).
-MODEL_LAYERS = ((64, 64, 8, 128), (256, 8, 4, 1024))
+# suite "windows": (head dim, query heads, key heads, windows). The first shape belongs to gpt-oss 20B, the last to Gemma 3 4B.
+WINDOW_LAYERS = ((64, 64, 8, (128, 512, 1024)), (128, 16, 16, (128, 512, 1024)), (256, 8, 4, (1024,)))
 # suite "head-dims": (head dim of q and k, head dim of v, query heads, key heads)
 WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
 BACKWARD_LENGTHS = (16384, 65536)
@@ -108,9 +108,9 @@ def suite_cases(suite: str, lengths: list[int]) -> list[Case]:
     if suite == "windows":
         windows = [Case("window", LENGTH, HEADS, dim, window_size=size) for size in WINDOWS]
         layers = [
-            Case(kind, 4 * LENGTH, heads, dim, key_heads=key_heads, window_size=window if kind == "window" else None)
-            for dim, heads, key_heads, window in MODEL_LAYERS
-            for kind in ("causal", "window")
+            Case("window" if size else "causal", 4 * LENGTH, heads, dim, key_heads=key_heads, window_size=size)
+            for dim, heads, key_heads, sizes in WINDOW_LAYERS
+            for size in (None, *sizes)
         ]
         return [Case("causal", LENGTH, HEADS, dim), *windows, Case("documents", LENGTH, HEADS, dim), *layers]
     if suite == "backward":

@@ -90,8 +90,10 @@ def test_all_suites_are_reported(tmp_path):
     ],
     "windows": [
         "causal D16 4", "window 128 D16 4", "window 512 D16 4", "window 1,024 D16 4", "window 4,096 D16 4", "documents D16 4",
-        "causal, 64/8 heads D64 S1024", "window 128, 64/8 heads D64 S1024",
-        "causal, 8/4 heads D256 S1024", "window 1,024, 8/4 heads D256 S1024",
+        "causal, 64/8 heads D64 S1024", "window 128, 64/8 heads D64 S1024", "window 512, 64/8 heads D64 S1024",
+        "window 1,024, 64/8 heads D64 S1024", "causal, 16/16 heads D128 S1024", "window 128, 16/16 heads D128 S1024",
+        "window 512, 16/16 heads D128 S1024", "window 1,024, 16/16 heads D128 S1024", "causal, 8/4 heads D256 S1024",
+        "window 1,024, 8/4 heads D256 S1024",
     ],
 }.items())  # fmt: skip
 def test_cases_of_a_suite(suite, names):
