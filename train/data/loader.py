@@ -26,7 +26,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -141,8 +141,9 @@ class Loader:
         self._positions = dict[int, Positions | None]()
 
     def begin(self, preparation: Preparation) -> None:
-        """Call this method before `get`."""
+        """Call this method before `get`. Everything that was prepared for an earlier `preparation` is dropped."""
         self._preparation = preparation
+        self._positions.clear()
 
     @property
     def preparation(self) -> Preparation:
@@ -209,7 +210,13 @@ class AheadLoader(Loader):
         self._end = weakref.finalize(self, _end, self._process, self._requests_file)
 
     def begin(self, preparation: Preparation) -> None:
+        earlier = self._preparation
         super().begin(preparation)
+        if earlier is None or replace(earlier, data=preparation.data) != preparation:
+            self._requests = None  # They belong to other masks or to another mesh. They stay valid for other data.
+        while self._pending:
+            with suppress(LoaderError):
+                self._receive()
         # Send in a thread, because a large message blocks until the loader process has imported its modules.
         self._sending = threading.Thread(target=self._write, args=(_encode(preparation),), daemon=True)
         self._sending.start()
@@ -239,14 +246,15 @@ class AheadLoader(Loader):
             _write(self._requests_file, data)
 
     def _receive(self) -> list[MicroStep]:
+        self._pending.popleft()
         if (data := self._received.get()) is None:
+            self._received.put(None)  # for the next call
             raise LoaderError(
                 f"the loader process ended with exit status {self._process.wait()}: see its error above, or free memory of the "
                 "host if the status is -9, which means that the process was killed"
             )
         if isinstance(message := _decode(data), str):
             raise LoaderError(f"the loader process failed: {message}")
-        self._pending.popleft()
         return message
 
 

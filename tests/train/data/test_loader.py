@@ -152,6 +152,38 @@ def test_a_process_prepares_the_same_steps(ahead: AheadLoader) -> None:
     assert planned == [0] * 4 + [2] * 4
 
 
+def test_another_preparation_replaces_everything_of_the_earlier_one(ahead: AheadLoader) -> None:
+    """Otherwise, steps that were requested ahead would have the sequences of the earlier data, and the plans of its masks. The
+    earlier data cannot be read from sequence 10 on.
+    """
+    earlier = preparation(seq_len=300, failing=10)
+    layers = {"model.layer_types": ["sliding", "full"], "model.window": 100}
+    ahead.begin(replace(earlier, config=with_settings(earlier.config, layers)))
+    (first, _) = ahead.get(0)
+    ahead.learn([Requests((), ()) for _ in first.masks])
+    ahead.begin(replace(ahead.preparation, data=Numbers(300)))
+    assert [len(each.plans) for each in ahead.get(4)] == [2, 2]  # the same masks
+    ahead.begin(preparation(seq_len=200))
+    for step in ahead.get(8):
+        assert step.batch.tokens.shape == (2, 200)
+        assert len(step.plans) == 0
+
+
+def test_a_step_that_failed_fails_again() -> None:
+    """Otherwise, the answer to the next request would be taken for the failed step."""
+    ahead = AheadLoader()
+    ahead.begin(preparation(seq_len=64, failing=2))
+    for _ in range(2):
+        with pytest.raises(LoaderError, match="sequence 2 cannot be read"):
+            ahead.get(0)
+    ahead._process.kill()
+    for _ in range(2):
+        with pytest.raises(LoaderError, match="the loader process ended"):
+            for consumed in range(4, 100, 4):
+                ahead.get(consumed)
+    ahead.close()
+
+
 @pytest.mark.parametrize("mask_documents", [False, True])
 def test_only_masks_with_documents_are_planned_ahead(mask_documents: bool) -> None:
     """A mask without documents is the same in all steps, so its plan is already known."""
