@@ -169,8 +169,7 @@ def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) 
         ConfigError: the disk does not have enough space for one checkpoint.
     """
     later = _later_checkpoints(directory, step)
-    files = [file for path in [*later, *directory.glob(".step_*")] for file in path.iterdir()]
-    free = _free_space(directory) + sum(file.stat().st_size for file in files)
+    free = _free_space(directory) + sum(map(bytes_on_disk, [*later, *directory.glob(".step_*")]))
     # A save writes the new checkpoint before it removes the oldest one.
     added = min(saves, max(keep + 1 - len(_list_checkpoints(directory)) + len(later), 1))
     sizes = f"needs about {format_size(needed)}, and {directory} has {format_size(free)} free"
@@ -394,7 +393,7 @@ def _hide(checkpoint: Path) -> None:
 
 def _remove_hidden(directory: Path) -> None:
     for path in directory.glob(".step_*"):
-        path.unlink() if path.is_symlink() else shutil.rmtree(path)
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 class _HashingStream(io.IOBase):  # passes bytes on to another stream

@@ -338,6 +338,21 @@ def test_space_of_checkpoints_that_will_be_removed_is_free(tmp_path, monkeypatch
     assert names(tmp_path) == [".step_00000002.tmp", "step_00000001"]
 
 
+def test_unexpected_files_next_to_the_checkpoints_do_not_matter(tmp_path):
+    """Files with the names of checkpoints that were being written are removed like these. Other files are kept."""
+    save(tmp_path, 1)
+    for name in (".step_00000001", ".step_00000002.tmp", "step_00000003", "step_4", "notes.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / ".step_00000005.old").symlink_to(tmp_path / "missing")
+    (tmp_path / "step_00000001" / "folder").mkdir()
+    check_space(tmp_path, 1, 1000, keep=2, saves=2)
+    delete_later_checkpoints(tmp_path, 1)
+    assert names(tmp_path) == ["notes.txt", "step_00000001", "step_4"]
+    (tmp_path / ".step_00000006").touch()
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["notes.txt", "step_00000001", "step_00000002", "step_4"]
+
+
 def test_a_disk_of_unknown_size_is_not_full(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(total=0, free=0))
     check_space(tmp_path, 0, 2**50, keep=2, saves=9)
