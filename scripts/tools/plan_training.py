@@ -25,6 +25,7 @@ parallel.ulysses restrict the meshes.
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import gcd
 
@@ -97,13 +98,22 @@ def meshes(config: Config, ranks: int) -> list[MeshShape]:
 
 
 def fitting(config: Config, machine: Machine) -> Iterator[tuple[MeshShape, MemoryPlan, Needs]]:
+    """Yield the meshes that fit into memory. Raise ConfigError if some fit, but none of these permits `trainer.cuda_graphs`."""
+    count, impossible = 0, None
     for shape in meshes(config, machine.ranks):
         plan, needs = choose_plan(config, shape, machine)
         if machine.capacity.fits(needs):
             situation = config, shape, machine.device, plan == MemoryPlan(), True
-            _, needs = choose_graphs(*situation, machine.vocab_size, needs, machine.capacity)
+            try:
+                _, needs = choose_graphs(*situation, machine.vocab_size, needs, machine.capacity)
+            except ConfigError as error:
+                impossible = error
+                continue
         if machine.capacity.fits(needs):
+            count += 1
             yield shape, plan, needs
+    if impossible is not None and not count:
+        raise impossible
 
 
 def results(config: Config, machine: Machine) -> list[Result]:
@@ -135,7 +145,9 @@ def alternatives(config: Config, cluster: Cluster, vocab_size: int) -> list[str]
     """Return changes that make the job fit into memory."""
 
     def fits(cluster: Cluster, config: Config = config) -> bool:
-        return any(True for _ in fitting(config, cluster.machine(vocab_size)))
+        with suppress(ConfigError):
+            return any(True for _ in fitting(config, cluster.machine(vocab_size)))
+        return False
 
     seq_len, found = config.data.seq_len, list[str]()
     counts = [2**n for n in range(MOST_GPUS.bit_length()) if 2**n > cluster.gpus]
@@ -161,7 +173,11 @@ def report(config: Config, cluster: Cluster) -> str:
     vocab_size = config.model.vocab_size or 257
     machine = cluster.machine(vocab_size)
     lines = f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)}\n"
-    if not (found := results(config, machine)):
+    try:
+        found = results(config, machine)
+    except ConfigError as error:
+        return f"{lines}  {error}\n"
+    if not found:
         what = "; ".join(alternatives(config, cluster, vocab_size)) or "none of more GPUs, a shorter length or larger hosts"
         return f"{lines}  does not fit. Each of these would fit: {what}\n"
     chosen = [found[0]] + [each for each in found if each.shape.dp == 1][:1] * (found[0].shape.dp > 1)

@@ -85,6 +85,16 @@ def test_the_memory_of_cuda_graphs_is_counted():
     assert peaks[1] < peaks[0]
 
 
+def test_only_meshes_with_the_wanted_cuda_graphs_are_planned(capsys):
+    """Two ranks would have shards of different lengths, and the blocks of larger models are too large."""
+    text = report(compose("124m", 16_385, ["trainer.cuda_graphs=true"]), Cluster("h200", 2, 8, None))
+    assert [mesh.split(" (")[0] for mesh in lines(text, "mesh")] == ["2 data-parallel ranks with one sequence each"]
+    plan_training.main(["--model", "8b", "--seq-len", "16384", "--gpus", "8", "trainer.cuda_graphs=true"])
+    assert re.search(r"^8 GPUs\n  trainer\.cuda_graphs=true requires .*change these settings\n$", capsys.readouterr().out, re.M)
+    text = report(compose("8b", 2**24, ["trainer.cuda_graphs=true"]), Cluster("h200", 1, 8, None))
+    assert re.fullmatch(r"1 GPU\n  does not fit.*", text.strip())
+
+
 def test_the_fastest_mesh_with_one_sequence_is_also_printed():
     text = report(compose("52m", 32_768, []), Cluster("h200", 2, 8, None))
     assert [mesh.split(", ")[1] for mesh in lines(text, "mesh")] == ["2 sequences per step", "1 sequence per step"]
