@@ -211,6 +211,8 @@ class _Saved(NamedTuple):
     def of(cls, config: Config, shape: MeshShape, bf16: bool, compiled: bool, plan: MemoryPlan) -> "_Saved":
         model, size, outputs = config.model, 2 if bf16 else 4, 2 if shape.ulysses > 1 else 1
         kept, checkpointed = _saved_bytes_per_token(model, size, outputs, compiled)
+        if config.trainer.float8:
+            kept += _float8_bytes_per_token(model, outputs, compiled)
         if plan.num_chunks(tokens_per_rank(config, shape)) > 1:
             # A block that runs in chunks saves only the inputs and the outputs of attention.
             kept = checkpointed + size * sum(_attention_dims(model))
@@ -257,6 +259,8 @@ def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPl
     freed = 0  # by the feed-forward network
     if plan.num_chunks(rows) == 1:
         freed = size * (2 * model.dim + 2 * _routed_dim(model) + 3 * hidden_dim(model))
+        if config.trainer.float8 and model.experts is None:
+            freed -= model.dim + hidden_dim(model)
     return tokens * (size * (model.dim + query_dim) + temporary - freed)
 
 
@@ -292,3 +296,17 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
     checkpointed_elements = model.dim + attention_outputs * query_dim
     lse = 4 * model.heads
     return size * elements + lse, size * checkpointed_elements + lse
+
+
+def _float8_bytes_per_token(model: ModelConfig, attention_outputs: int, compiled: bool) -> int:
+    """Return how many more bytes per token a block saves if its linear layers compute in FP8. The number may be negative.
+
+    A layer saves its input in one byte per element instead of two. Compiled layers with the same input save it once.
+    """
+    inputs, copies = model.dim, model.dim * (1 if compiled else 3)
+    if model.experts is None:
+        inputs += model.dim + hidden_dim(model)
+        copies += model.dim * (1 if compiled else 2) + hidden_dim(model)
+    # Attention still saves its output in bf16. After an all-to-all, the output exists only as the input of a layer.
+    query_dim, _ = _attention_dims(model)
+    return copies + query_dim - 2 * (inputs + (attention_outputs - 1) * query_dim)
