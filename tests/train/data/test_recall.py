@@ -134,10 +134,12 @@ def test_no_run_is_trained_on_the_sequences_for_evaluation():
     config = DataConfig(source="recall", seed=RANGES["data.seed"][1])
     training = load(config, BytesTokenizer())
     held_out = load_held_out(config, BytesTokenizer(), training)
-    seeds = {training.fingerprint["seed"], held_out.fingerprint["seed"], recall.GRID_SEED}
-    assert len(seeds) == 3
-    assert min(seeds) == config.seed
-    assert not (training.sequence(0)[0] == held_out.sequence(0)[0]).all()
+    seeds = {training.fingerprint["seed"], held_out.fingerprint["seed"], recall.EVALUATION_SEED}
+    keys = [np.random.Philox(key=[seed, 3]).state["state"]["key"].tolist() for seed in sorted(seeds)]
+    assert keys == [[config.seed, 3], [recall.EVALUATION_SEED, 3]]
+    grid, _ = recall.grid_batch(config.seq_len, range(20))
+    rows = [*grid.tokens.tolist(), *(each.sequence(i)[0].tolist() for each in (training, held_out) for i in range(20))]
+    assert len({tuple(row) for row in rows}) == 60
 
 
 def test_the_fingerprint_identifies_the_sequences():
