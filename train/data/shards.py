@@ -154,7 +154,6 @@ class Shards:
 
     def __init__(self, folder: Path):
         self.folder, self.index = folder, read_index(folder)
-        self._names = [shard["name"] for shard in self.index["shards"]]
         lengths = [self._check_shard(shard) for shard in self.index["shards"]]
         self._firsts = np.cumsum([0, *map(len, lengths)])
         self.lengths = np.concatenate([np.empty(0, OFFSET), *lengths])
@@ -165,14 +164,22 @@ class Shards:
 
     @property
     def keys(self) -> np.ndarray:
-        checksums = [self._map(name, "checksums", CHECKSUM) for name in self._names]
+        checksums = [self._map(shard, "checksums", CHECKSUM) for shard in self.index["shards"]]
         return (np.concatenate([np.empty(0, CHECKSUM), *checksums]).astype(np.uint64) << 32) + self.lengths.astype(np.uint64)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_opened": {}}  # Pickling must not copy the tokens of the memory maps.
 
-    def _map(self, name: str, suffix: str, dtype: np.dtype) -> np.ndarray:
-        return np.memmap(self.folder / f"{name}.{suffix}", dtype, mode="r")
+    def _map(self, shard: dict[str, Any], suffix: str, dtype: np.dtype) -> np.ndarray:
+        """Map a file of a shard. Another preparation may have replaced the file since the start."""
+        path = self.folder / f"{shard['name']}.{suffix}"
+        try:
+            content = np.memmap(path, dtype, mode="r")
+        except (OSError, ValueError) as error:
+            raise damaged(path, f"{error}") from error
+        if f"{suffix}_crc32" in shard and zlib.crc32(content.data) != shard[f"{suffix}_crc32"]:
+            raise damaged(path, "its checksum is wrong")
+        return content
 
     def _check_shard(self, shard: dict[str, Any]) -> np.ndarray:
         size, count = shard["tokens"], shard["documents"]
@@ -182,18 +189,15 @@ class Shards:
             if not path.is_file() or path.stat().st_size != expected:
                 found = f"{path.stat().st_size:,} bytes" if path.is_file() else "no such file"
                 raise damaged(path, f"it must have {expected:,} bytes, but there are {found}".replace("are no", "is no"))
-        offsets = self._map(shard["name"], "offsets", OFFSET)
-        for suffix, content in (("offsets", offsets), ("checksums", self._map(shard["name"], "checksums", CHECKSUM))):
-            if zlib.crc32(content.data) != shard[f"{suffix}_crc32"]:
-                raise damaged(self.folder / f"{shard['name']}.{suffix}", "its checksum is wrong")
-        return np.diff(offsets)
+        self._map(shard, "checksums", CHECKSUM)
+        return np.diff(self._map(shard, "offsets", OFFSET))
 
     def read(self, number: int) -> np.ndarray:
         shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
         if shard not in self._opened:
             columns = {"offsets": OFFSET, "checksums": CHECKSUM, "tokens": np.dtype(self.index["dtype"])}
             columns |= {"loss": LOSS} if self.index["has_loss"] else {}
-            self._opened[shard] = [self._map(self._names[shard], suffix, dtype) for suffix, dtype in columns.items()]
+            self._opened[shard] = [self._map(self.index["shards"][shard], *column) for column in columns.items()]
         offsets, checksums, *columns = self._opened[shard]
         place = number - int(self._firsts[shard])
         parts = [column[offsets[place] : offsets[place + 1]] for column in columns]
@@ -202,7 +206,7 @@ class Shards:
             for part in parts:
                 checksum = zlib.crc32(part.data, checksum)
             if checksum != checksums[place]:
-                path = self.folder / f"{self._names[shard]}.tokens"
+                path = self.folder / f"{self.index['shards'][shard]['name']}.tokens"
                 raise damaged(path, f"the checksum of document {place} (counted from 0) is wrong")
             self._is_verified[number] = True
         tokens = np.asarray(parts[0])

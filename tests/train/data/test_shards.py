@@ -126,6 +126,23 @@ def test_a_damaged_folder_is_an_error_at_the_start(change, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("change", ["replaced", "removed"])
+def test_a_folder_that_is_replaced_after_its_start_is_an_error(change, tmp_path):
+    """A shard is mapped when its first document is read, perhaps hours after the start of a run, or in another process."""
+    store = Shards(write_folder(tmp_path))
+    assert store.read(0).tolist() == DOCUMENTS[0][0]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    if change == "replaced":
+        write_folder(tmp_path, [[[1], [2, 3, 4]], [[5, 6, 7, 8]]])
+    message = "its checksum is wrong" if change == "replaced" else "No such file"
+    assert store.read(1).tolist() == DOCUMENTS[0][1]  # the map of the first shard remains
+    for damaged, number in ((store, 2), (pickle.loads(pickle.dumps(store)), 0)):
+        with pytest.raises(ConfigError, match=rf"is damaged: .*{message}") as error:
+            damaged.read(number)
+        assert "\n" not in str(error.value)
+
+
 def test_a_pickle_contains_no_tokens(tmp_path):
     store = Shards(write_folder(tmp_path, [[[1] * 100_000]]))
     store.read(0)
