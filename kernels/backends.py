@@ -7,7 +7,7 @@
     reference    anything                     everything, but writes out all scores: for tests
 
 With backend="auto", a call uses the first backend in this table that can run the call. The backend "reference" must be
-requested by name. All backends compute the results that `ringattn.kernels.reference` specifies.
+requested by name.
 """
 
 import os
@@ -40,15 +40,13 @@ def record(choice: Choice) -> None:
 def last_backend() -> Choice | None:
     """Return the backend of this process's latest forward or decoding call, or None before the first call.
 
-    The returned text also explains the choice, for example why a call on a GPU did not use the Hopper kernels.
+    The `reason` explains, for example, why a call on a GPU did not use the Hopper kernels.
     """
     return _last
 
 
 def check_backend(backend: object) -> None:
-    """Raise ValueError unless `backend` is a string. The function `choose_backend` is cached, so its arguments must be
-    hashable.
-    """
+    """The function `choose_backend` is cached, so its arguments must be hashable."""
     if not isinstance(backend, str):
         raise ValueError(f"backend={validation.shown(backend)}: it must be one of {', '.join(BACKENDS)}")
 

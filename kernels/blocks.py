@@ -1,4 +1,4 @@
-"""Block masks for block-sparse attention. A block mask states which blocks of keys each block of queries attends to."""
+"""Block masks for block-sparse attention."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 
 from ringattn.kernels.caching import SharedTensors, is_capturing
 
-# A tile of a kernel must not cross the border between two blocks. Every block size is a multiple of 64, so a tile of 64 x 64
-# always lies within one block.
+# A tile of a kernel must not cross the border between two blocks. With multiples of 64, every tile of 64 x 64 lies within one
+# block.
 SIZE_UNIT = 64
 
 
@@ -83,7 +83,6 @@ class BlockMask:
         if key in self._cached_lists:
             return self._cached_lists[key]
         lists = _lists(rows())
-        # Lists from the capture of a CUDA graph have no values before the first replay, so do not cache them.
         if not is_capturing(self.keep.device):
             self._cached_lists[key] = lists
         return lists
@@ -92,8 +91,7 @@ class BlockMask:
 def _lists(keep: Tensor) -> Tensor:
     """List the True columns of each row of `keep` (..., C), a bool mask. Return int32 (..., C + 1, 2).
 
-    Entry c of a list consists of two numbers. The first number counts the True values before column c. The second number is the
-    column of the c-th True value.
+    Entry c of a list contains the number of True values before column c, and the column of the c-th True value.
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))

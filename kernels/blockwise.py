@@ -1,7 +1,5 @@
 """Compute attention tile by tile in plain PyTorch. This is the backend for CPUs. The memory use of a call depends on the tile
 size, but not on Nq * Nk.
-
-With a block mask, every tile consists of one query block and one key block.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,8 @@
 """Provide caches that work with torch.compile, several CUDA streams and CUDA graphs.
 
-PyTorch orders work only within one stream. A call could therefore read a cached tensor before another stream has written the
-tensor. PyTorch could also reuse the memory of a dropped tensor while another stream still reads the tensor. The class
-`SharedTensors` prevents both errors. Tensors from the capture of a CUDA graph have no values before the first replay, so caches
-never keep them.
+Without `SharedTensors`, a call could read a cached tensor before another stream has written it. PyTorch could also reuse the
+memory of a tensor while another stream still reads it. Tensors from the capture of a CUDA graph have no values before the first
+replay, so caches never keep them.
 """
 
 import threading
@@ -19,8 +18,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _get = dict.__getitem__
 _on_gpu = attrgetter("is_cuda")
-# This function returns the address of a GPU's current stream, and is 20 times as fast as torch.cuda.current_stream. Builds of
-# PyTorch without CUDA do not have this function.
+# This private function is 20 times as fast as torch.cuda.current_stream. Builds of PyTorch without CUDA do not have this
+# function.
 _stream_address: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _lock = threading.Lock()  # the threads of autograd and of simulated ranks share tensors
 
@@ -31,8 +30,8 @@ def _with_cache_clear(call: Any, cache_clear: Callable[[], None]) -> Any:
 
 
 def cached(maxsize: int) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)`. While torch.compile traces a call, the call does not use the
-    cache.
+    """Return a decorator like `functools.lru_cache(maxsize)`. While torch.compile traces a function, the function does not use
+    the cache.
     """
 
     def decorate(function: F) -> F:
@@ -51,7 +50,7 @@ def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
     """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns tensors. The last argument of the
     function must be the tensors' device.
 
-    The call raises RuntimeError if a CUDA graph is being captured and no earlier call has computed the result.
+    During the capture of a CUDA graph, the call raises RuntimeError if its result is not cached.
     """
 
     def decorate(function: F) -> F:
@@ -87,19 +86,19 @@ _kept_for_graphs: dict[int, object] = {}
 
 
 def keep_for_graph(thing: object, device: torch.device) -> None:
-    """If a CUDA graph is being captured on `device`, keep `thing` and its tensors until the process ends.
+    """During the capture of a CUDA graph on `device`, keep `thing` and its tensors until the process ends.
 
-    Replays of the graph use the memory addresses from the capture, so this memory must never be freed.
+    Replays of the graph use the memory addresses of the capture, so this memory must never be freed.
     """
     if is_capturing(device):
         _kept_for_graphs[id(thing)] = thing
 
 
 class SharedTensors(dict[Any, Any]):
-    """A `SharedTensors` dictionary holds tensors of one device, which several CUDA streams may read.
+    """A `SharedTensors` dictionary contains tensors of one device that several CUDA streams may read.
 
-    Store each tensor on the CUDA stream that computes the tensor. A read on another CUDA stream first waits until the tensor
-    has been written. The memory of a tensor is reused only after all streams that read the tensor have finished their work.
+    Store each tensor on the CUDA stream that computes the tensor. A read on another stream first waits until the tensor has
+    been written.
     """
 
     def __init__(self) -> None:
@@ -119,14 +118,14 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # Read the value first, because another thread may store a new value between the stream check and the read.
+        # Read the value before the stream check, because another thread may store a new value in between.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value
 
     def add(self, *tensors: Tensor | None) -> None:
-        """After this call, `use` makes other streams wait until the current stream has written `tensors`. The tensors do not
-        become values of the dictionary.
+        """Register tensors that the current stream writes, without adding them to the dictionary. A later call of `use` on
+        another stream waits until these tensors are written.
         """
         on_gpu = [x for x in tensors if x is not None and _on_gpu(x)]
         if not on_gpu:
@@ -147,8 +146,8 @@ class SharedTensors(dict[Any, Any]):
         """Make the current stream wait until all tensors are written."""
         if self._written is None or _stream_address(self._device) in self._streams:
             return
-        # A stream that is being captured cannot wait for work outside of its graph. A captured stream need not wait, because
-        # `torch.cuda.graph` has already waited for all work.
+        # A stream under capture cannot wait for work outside of its graph. A wait is unnecessary, because `torch.cuda.graph`
+        # has waited for all earlier work.
         if not torch.cuda.is_current_stream_capturing():
             with _lock:
                 self._share(torch.cuda.current_stream(self._device))

@@ -1,13 +1,7 @@
-"""The entry points of the kernels. Each function checks its arguments, chooses a backend with `ringattn.kernels.backends`, and
-calls the kernel of this backend.
+"""The entry points of the kernels check their arguments, choose a backend and call its kernel.
 
-With backend="auto", calls with few queries on a GPU use the kernel of `ringattn.kernels.triton.decode`, which divides the keys
-among programs.
-
-With precision="fp8", the forward rounds q, k and v to the FP8 format of `ringattn.kernels.fp8`. On sm_90, a Hopper kernel reads
-FP8 inputs. All other backends convert the rounded inputs back to 16 or 32 bits and run their usual forward. No backward
-computes in FP8. The function `backward_fp8` passes the rounded inputs to the backward, so that forward and backward compute the
-same probabilities.
+With precision="fp8", only a Hopper kernel on sm_90 reads FP8 inputs. All other backends convert the rounded inputs back to 16
+or 32 bits and run their usual forward. No backward computes in FP8.
 """
 
 from collections.abc import Callable, Sequence
@@ -110,9 +104,8 @@ def forward(
         backend: one of BACKENDS. For few queries, "auto" selects the split-KV kernel.
         precision: as in `reference.forward`, or "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which
             allows neither dropout nor a block mask.
-        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. The Hopper kernels usually run one
-            program per SM, and the host assigns several work tiles to each program. With `shares_sms`, each work tile has its
-            own program, which starts as soon as an SM is free. Other backends ignore this argument.
+        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. With `shares_sms`, the Hopper
+            kernels have one program per work tile, which starts as soon as an SM is free. Other backends ignore this argument.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
@@ -156,10 +149,7 @@ def _forward_rounded(
 
 
 def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedRows, QuantizedValues]:
-    """Round q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) to the format of `ringattn.kernels.fp8`.
-
-    On a GPU, a single kernel rounds all three tensors if their head dims are equal and listed in fp8.HEAD_DIMS.
-    """
+    """Round q (B, Nq, Hq, D), k (B, Nk, Hkv, D) and v (B, Nk, Hkv, Dv) to the format of `ringattn.kernels.fp8`."""
     is_supported = q.is_cuda and q.dtype in TRITON_DTYPES and q.shape[3] == v.shape[3] in fp8.HEAD_DIMS
     # On a ring, some ranks may hold no tokens.
     if is_supported and 0 not in (*q.shape, *k.shape):
@@ -170,7 +160,8 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     """Round q, k and v to FP8 as `forward` does, and return the rounded numbers in bf16, fp32 or fp64.
 
-    The returned queries and keys are rotated. Pass gradients with respect to the rotated queries and keys to `fp8.rotate_back`.
+    The returned queries and keys are rotated. The function `fp8.rotate_back` converts gradients with respect to rotated queries
+    and keys.
     """
     dtype = _exact_dtype(q.dtype)
     return tuple(fp8.dequantize(x, dtype, y.shape[1]) for x, y in zip(quantize(q, k, v), (q, k, v), strict=True))
@@ -297,8 +288,8 @@ def prepare_decode(
     """Prepare repeated calls of `decode` with the same tensors k, v and page_table. The last dimension of k and v must be
     contiguous.
 
-    Return a function of (q, lo, hi, sinks). The prepared function requires tensors with the shapes, dtypes and devices of the
-    arguments given here. The prepared function does not check its arguments, which saves several microseconds per token.
+    Return a function of (q, lo, hi, sinks), whose shapes, dtypes and devices must be those given here. The function does not
+    check its arguments, which saves several microseconds per token.
     """
     choice = _choose_decode(q, v, backend)
     if choice.backend == "triton":
@@ -351,9 +342,8 @@ def backward(
 ) -> Gradients:
     """Compute `reference.backward` with the selected backend.
 
-    For head dims up to 128, the Hopper kernels sum dq in no fixed order. The last bits of dq may therefore differ from run to
-    run. All other results are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq
-    in a fixed order, which is slower.
+    For head dims up to 128, the Hopper kernels sum dq in no fixed order, so its last bits vary. All other results are bitwise
+    reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq in a fixed order, which is slower.
 
     Args:
         q to dv, grad_dtype: as in `reference.backward`. If `delta` is (out, dlse), the function computes delta from both
@@ -459,10 +449,7 @@ class IncrementalBackward:
         dv: Tensor | None = None,
         dropout: Dropout | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Add the contribution of one block of keys to dq. Return (dk, dv) of this block in the dtype of states.
-
-        The arguments have the same meaning as in `backward`.
-        """
+        """Add the contribution of one block of keys to dq. Return (dk, dv) of this block in the dtype of states."""
         q, dout, lse, delta = self._queries
         exact = reference.state_dtype(q.dtype)
         if self._hopper is not None:

@@ -1,11 +1,10 @@
-"""Dropout of attention probabilities. No kernel stores the dropout mask. Each kernel recomputes the needed entries of the
-dropout mask with a random number generator.
+"""Dropout of attention probabilities. Each kernel computes the needed entries of the dropout mask itself, so no kernel stores
+the mask.
 
 Dropout keeps an attention probability if a random unsigned 32-bit word is at least p * 2**32. The random word is the second
 output of the generator Philox-4x32-7 (Salmon et al. 2011). The key of the generator is the seed, and its counter is (query
-position, key position, query head, batch entry). The dropout mask is the same for all tile sizes, layouts and numbers of ranks.
-
-Kept probabilities are multiplied by 1 / (1 - p).
+position, key position, query head, batch entry). Therefore the dropout mask is the same for all tile sizes, layouts and numbers
+of ranks.
 """
 
 from dataclasses import dataclass, replace
@@ -52,9 +51,7 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: int = ROUNDS) -> tuple[Tensor, ...]:
-    """Compute four random words per counter with Philox-4x32. A counter consists of four broadcastable int64 tensors of 32-bit
-    words.
-    """
+    """A counter consists of four broadcastable int64 tensors of 32-bit words."""
     a, b, c, d = counter
     low, high = seed & _WORD_MASK, seed >> 32
     for _ in range(rounds):
@@ -65,7 +62,6 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: in
 
 
 def keep_mask(dropout: Dropout, batch: int, heads: int) -> Tensor:
-    # Read the bits of the int32 positions as unsigned words.
     queries, keys = (x.long() & _WORD_MASK for x in (dropout.query_positions, dropout.key_positions))
     head, entry = (torch.arange(n, device=queries.device) for n in (heads, batch))
     counter = queries[:, None], keys, dropout.first_head + head[:, None, None], entry[:, None, None, None]

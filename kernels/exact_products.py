@@ -20,10 +20,7 @@ def under_autocast(device: torch.device) -> bool:
 
 @contextmanager
 def exact_products(device: torch.device) -> Generator[None]:
-    """Return a context manager under which products of fp32 tensors on `device` have full precision.
-
-    Until all contexts have ended, no other thread should read or change PyTorch's precision settings.
-    """
+    """While a context is active, no other thread should read or change PyTorch's precision settings."""
     global _num_users
     with _lock:
         for setting in _SETTINGS:

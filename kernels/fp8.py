@@ -1,8 +1,7 @@
 """This module defines the FP8 format of attention inputs, and converts q, k and v to FP8 in PyTorch.
 
-FP8 attention rounds q, k and v to e4m3. This format has 4 exponent bits and 3 mantissa bits, and its largest number is 448. A
-*block* is 128 consecutive tokens of one head and batch entry. The value of an element is its e4m3 number times the scale of its
-block:
+The format e4m3 has 4 exponent bits and 3 mantissa bits, and its largest number is 448. A *block* is 128 consecutive tokens of
+one head and batch entry. The value of an element is its e4m3 number times the scale of its block:
 
     q, k    QuantizedRows      data (B, N, H, D)         scales (B, C, H) fp32
     v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32          C = ceil(N / 128)
@@ -68,10 +67,7 @@ def num_blocks(num_tokens: int) -> int:
 
 @cached_on_device(maxsize=None)
 def rotation(dim: int, device: torch.device) -> Tensor:
-    """Return the orthogonal fp32 matrix (D, D) that rotates queries and keys as x @ matrix.
-
-    The matrix is a diagonal matrix of fixed random signs times a block-diagonal matrix of normalised Hadamard matrices.
-    """
+    """Return the orthogonal fp32 matrix (D, D) that rotates queries and keys as x @ matrix."""
     # A cached matrix must not depend on the caller's autograd mode and default device.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator(device="cpu").manual_seed(0)

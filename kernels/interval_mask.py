@@ -2,8 +2,7 @@
 
 `lo` and `hi` are int32 tensors (B or 1, Nq) that never decrease from one query to the next, with 0 <= lo, hi <= Nk. If lo >=
 hi, the interval is empty. Causal, sliding-window, document and full masks and their intersections are interval masks on every
-shard with sorted positions. In this module, rows are queries and columns are keys. In a transposed mask, rows are keys and
-columns are queries.
+shard with sorted positions. Rows are queries and columns are keys, except in a transposed mask.
 """
 
 import math
@@ -19,17 +18,16 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A tile also ends at the end of a long document, where a bound increases by at least DOCUMENT_JUMP tiles.
+# A tile also ends where a bound increases by at least DOCUMENT_JUMP tiles, such as at the end of a long document.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """An `Intervals` object contains one interval mask and the tables of tiles that kernels need for the mask.
+    """An `Intervals` object contains one interval mask and its tables of tiles for the kernels.
 
-    The tables are computed on the host when a kernel first needs them, and cached in this object. Create the intervals once per
-    mask, with `Intervals.of`, and pass the same object to every call.
+    Create one object per mask with `Intervals.of`, and pass it to every call, because it caches the tables.
 
     Attributes:
         lo, hi: int32 (B or 1, rows), on the device. Kernels that use no table must read the property `bounds` instead.
@@ -48,7 +46,6 @@ class Intervals:
     wait: bool
     of_keys: bool = False
     is_replaced: bool = False
-    # A key contains the name of the method that computed the table, and the arguments of the call.
     _tables: SharedTensors = field(default_factory=SharedTensors, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -120,10 +117,9 @@ class Intervals:
     def tiles(self, rows: int, step: int, split_documents: bool = True, aligned: bool = False) -> Tensor:
         """Split the rows into tiles, and sort the tiles in processing order.
 
-        For each tile of rows, a program loops over tiles of columns. Step i of the loop starts at column begin + i * step. In
-        the first num_masked_prefix steps, the scores must be masked. In the next num_unmasked steps, all rows attend to all
-        columns, so no masking is needed. After the unmasked steps, the scores of all remaining steps must be masked. Tiles end
-        at the ends of long documents. A tile with rows of two documents would loop over the columns of both.
+        For each tile of rows, a program loops over tiles of columns. Step i of this loop starts at column begin + i * step.
+        After num_masked_prefix masked steps, num_unmasked steps need no mask, and all later steps are masked. Tiles end at the
+        ends of long documents, because a tile with two documents would loop over the columns of both.
 
         Args:
             rows, step: the largest number of rows per tile, and the columns per step.
@@ -150,7 +146,6 @@ class Intervals:
 
     @cached_property
     def num_nonempty_rows(self) -> int:
-        """Return the number of rows with a non-empty interval, over all batch entries."""
         if self.is_replaced:
             return self.lo.numel() - 1
         lo, hi = self.host
@@ -183,7 +178,7 @@ class Intervals:
             self.transposed.prepare(requests.transposed)
 
     def __reduce__(self):
-        # Data workers pickle masks. NumPy arrays pickle much faster than tensors.
+        # Data workers pickle masks, and NumPy arrays pickle much faster than tensors.
         tables = {key: table.numpy(force=True) for key, table in self._tables.items()}
         host = tuple(x.numpy() for x in self.host)
         options = self.num_keys, self.wait, self.of_keys, self.is_replaced
@@ -295,13 +290,12 @@ def packed_size(shapes: Iterable[Sequence[int]]) -> int:
 
 
 def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Split `flat` into views with the given shapes, each at an aligned address."""
     parts = flat.split([packed_size([shape]) for shape in shapes])
     return [part[: math.prod(shape)].view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of the masks that use the given tensors as bounds and tables. The iterable `tensors` yields lo, hi and all
+    """Return copies of the masks with the given tensors as bounds and tables. The iterable `tensors` yields lo, hi and all
     tables of each mask in `sides(masks)`.
     """
     remaining = iter(tensors)

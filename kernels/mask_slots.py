@@ -1,7 +1,6 @@
 """Hold masks in fixed GPU memory, so that a CUDA graph can read another mask in each replay.
 
-A captured kernel reads bounds and tables at fixed addresses, and has a fixed number of programs. Tables are padded with zeros
-to the largest size that a mask of the same shape can need. A program without work tiles ends immediately.
+Tables are padded with zeros to the largest size that a mask of the same shape can need.
 """
 
 from collections.abc import Sequence
@@ -13,8 +12,8 @@ from ringattn.kernels.interval_mask import Intervals, packed_size, sides, unpack
 
 
 class MaskSlots:
-    """A `MaskSlots` object holds the memory of several masks that were created with `is_replaced`. Run the kernels with the
-    masks before you create the object, so that the masks contain all necessary tables.
+    """A `MaskSlots` object holds the memory of several masks that were created with `is_replaced`. Before you create the
+    object, run the kernels with the masks, so that all tables exist.
 
     Capture the graph with the masks of `self.masks`.
     """
@@ -39,5 +38,4 @@ class MaskSlots:
         return packed
 
     def write(self, packed: Tensor) -> None:
-        """Copy `packed` to the memory of the masks on the current stream. The host does not wait for the copy."""
         self._memory.copy_(packed, non_blocking=True)

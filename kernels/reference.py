@@ -1,7 +1,7 @@
 """Attention in plain PyTorch, which stores all scores in memory. This module is the specification of every kernel.
 
-B is the batch size. Nq and Nk are the numbers of queries and keys. Hq and Hkv are the numbers of query heads and key heads.
-Query head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv is the head dim of v:
+B is the batch size. Nq, Nk, Hq and Hkv are the numbers of queries, keys, query heads and key heads. Query head h uses key head
+h // (Hq / Hkv). D is the head dim of q and k, and Dv is the head dim of v:
 
     q (B, Nq, Hq, D)   k (B, Nk, Hkv, D)   v (B, Nk, Hkv, Dv)       fp16, bf16 or fp32; in this module also fp64
     intervals                                                      the mask, see `ringattn.kernels.interval_mask`
@@ -9,9 +9,8 @@ Query head h uses key head h // (Hq / Hkv). D is the head dim of q and k, and Dv
     lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
 The scores of a query are s = scale * q k^T. In the state of a query, m is the maximum of s, l is sum exp(s - m), and o is sum
-exp(s - m) v. The state includes all keys that the query has attended to so far. A query that has attended to no key has the
-empty state (-inf, 0, 0), the output 0 and the lse -inf. In the Hopper kernels, m may differ from the maximum, but l and o
-always match m.
+exp(s - m) v. A query that has attended to no key has the empty state (-inf, 0, 0), the output 0 and the lse -inf. In the Hopper
+kernels, m may differ from the maximum, but l and o always match m.
 
 With `dropout`, o is the sum over the kept probabilities, multiplied by the dropout factor. Dropout does not change m, l and
 lse. The argument `blocks` masks pairs of a query block and a key block. With `precision` "tf32" instead of "ieee", the Triton
@@ -57,7 +56,6 @@ def _with_exact_products(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def empty_state(q: Tensor, value_dim: int) -> State:
-    """Return the state (-inf, 0, 0) of queries q that have not attended to any key."""
     dtype = state_dtype(q.dtype)
     m = torch.full(q.shape[:3], float("-inf"), dtype=dtype, device=q.device)
     return m, torch.zeros_like(m), torch.zeros(*q.shape[:3], value_dim, dtype=dtype, device=q.device)
@@ -69,7 +67,7 @@ def merge(a: State, b: State) -> State:
     Merging is associative and commutative, and its identity is the empty state.
     """
     m = torch.maximum(a[0], b[0])
-    # Two empty states subtract 0, because exp(-inf + inf) is NaN.
+    # For two empty states, subtract 0, because exp(-inf + inf) is NaN.
     reference_max = m.masked_fill(m == float("-inf"), 0.0)
     alpha_a, alpha_b = torch.exp(a[0] - reference_max), torch.exp(b[0] - reference_max)
     return m, alpha_a * a[1] + alpha_b * b[1], alpha_a[..., None] * a[2] + alpha_b[..., None] * b[2]
@@ -101,7 +99,6 @@ def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tenso
 
 
 def finalize(state: State, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return out = o / l in `dtype` and lse = m + log l in the dtype of the state."""
     m, l, o = state
     out = o / l.masked_fill(l == 0, 1.0)[..., None]
     return out.to(dtype), m + torch.log(l)
@@ -172,8 +169,7 @@ def decode(
 ) -> State | Tensor:  # fmt: skip
     """Compute attention of a few new queries to a cache of keys and values.
 
-    The memory of the cache may have more rows than there are keys. Cached values must be finite, even in rows to which no query
-    attends.
+    Cached values must be finite, even in rows to which no query attends.
 
     Args:
         q, scale: as for `forward`.
@@ -267,7 +263,7 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 def add_sinks_backward(
     out: Tensor, lse: Tensor, sinks: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `out`, `lse` and `sinks`, the arguments of `add_sinks`. The argument `dlse` may be None."""
+    """The argument `dlse` may be None."""
     with torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (out, lse, sinks)]
         new_out, new_lse = add_sinks(*inputs)

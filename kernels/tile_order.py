@@ -1,24 +1,20 @@
 """The order of work tiles in the deterministic Hopper backward makes every sum of dq reproducible.
 
-A work tile is a tile of keys of one head. The order of two work tiles matters only if a query attends to keys of both. Because
-lo and hi never decrease, only the order of neighbouring work tiles must be fixed. Of two neighbouring work tiles, the
-*predecessor* adds to dq first. Neighbouring work tiles of a head that share a query belong to the same *chain*. The work tiles
-of a chain are processed in one of two directions:
+The order of two tiles of keys matters only if a query attends to both. Because lo and hi never decrease, only the order of
+neighbouring tiles must be fixed. Of two neighbouring tiles, the *predecessor* adds to dq first. A *chain* consists of
+neighbouring tiles of keys of one head that share queries. A chain has one of two directions:
 
-- In a *forwards* chain, the work tile of the last keys starts first. Each work tile loops over its query tiles from first to
-  last.
-- In a *backwards* chain, the work tile of the first keys starts first. Each work tile loops over its query tiles from last to
-  first.
+- In a *forwards* chain, the tile of the last keys starts first, and loops begin with the first query tile.
+- In a *backwards* chain, the tile of the first keys starts first, and loops begin with the last query tile.
 
-Under a causal mask without documents, neighbouring head groups have different directions. All programs then end at nearly the
-same time.
+Under a causal mask without documents, neighbouring head groups alternate in direction, so that all programs end together.
 """
 
 import torch
 from torch import Tensor
 
-# With many heads per group, neighbouring work tiles of a head wait less for each other. With few heads per group, the operands
-# and dq stay in the L2 cache.
+# If more heads are computed at a time, programs with neighbouring keys wait less for each other. If fewer heads are computed at
+# a time, their operands and dq stay in the L2 cache.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -89,7 +85,6 @@ def predecessors(work_tiles: Tensor) -> Tensor:
 
 
 def _sort_by_keys(tiles: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the tiles, and place empty tiles at the end."""
     exists = tiles[..., 4] + tiles[..., 5] > 0
     order = tiles[..., 0].where(exists, torch.iinfo(torch.int32).max).argsort(dim=1, stable=True)
     tiles, exists = tiles.gather(1, order[..., None].expand_as(tiles)), exists.gather(1, order)
@@ -109,7 +104,7 @@ def _order_chains(
 ) -> tuple[Tensor, Tensor]:
     """Order the tiles of each head, forwards if `direction` is 1 and otherwise backwards. Return (rank, columns).
 
-    The tensor `rank` (B, T) contains the position of each tile in the order. Empty tiles come last.
+    The tensor `rank` (B, T) contains the position of each tile in the order.
     """
     index = torch.arange(tiles.shape[1], device="cpu").expand_as(begin)
     num_steps = stop - begin
@@ -117,7 +112,7 @@ def _order_chains(
     ends = [_reduce(index, chain, operation) for operation in ("amin", "amax")]
     longest = _reduce(num_steps, chain, "amax")
     position = ends[1] - index if direction == 1 else index - ends[0]
-    # Chains with longer loops start first. The work tiles of different chains are interleaved.
+    # Chains with longer loops start first, and the tiles of different chains are interleaved.
     rank = index
     for key in (position, chain, position - longest, ~exists):
         rank = rank.gather(1, key.gather(1, rank).int().argsort(dim=1, stable=True))

@@ -1,7 +1,7 @@
-"""Assign tiles to the programs of a kernel. The results are tables, which are computed once per mask.
+"""Assign tiles to the programs of a kernel.
 
-In this module, row i of batch entry b has the number b * N + i. Six numbers describe a tile, see `Intervals.tiles`. A *work
-tile* is a tile of one head. A work tile has eight numbers: the six numbers of the tile, the head and the batch entry.
+In this module, row i of batch entry b has the number b * N + i. A *work tile* is a tile of one head: the six numbers of
+`Intervals.tiles`, the head and the batch entry.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -16,17 +16,15 @@ BACKWARD_TILE_OVERHEAD = 1
 # Reorder work tiles if the last program would end more than 4% later than the mean.
 MARGIN = 0.04
 
-# Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile. A warpgroup without rows skips the work tile.
+# Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile.
 CONSUMER_ROWS = 64
 
-# Sorting is slow if it assigns fewer than MIN_BLOCK work tiles at once. A heap then assigns the next HEAP_TILES work tiles.
+# If sorting would assign fewer than MIN_BLOCK work tiles at once, a heap assigns the next HEAP_TILES.
 MIN_BLOCK, HEAP_TILES = 24, 1024
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows of `bound` (B, N) into ranges, and return the (start, stop) of all ranges. A range starts at every batch
-    entry, and wherever `bound` increases by at least `jump`.
-    """
+    """Split the rows of `bound` (B, N) where it increases by at least `jump`. Return the (start, stop) of all ranges."""
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
     rows = np.flatnonzero(starts)
@@ -34,9 +32,9 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 
 
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
-    """Split each range of rows [start, stop) into tiles. Return the (first, end) of all tiles.
+    """Split each range of rows [start, stop) into tiles, and return the (first, end) of all tiles.
 
-    The last tile of a range may be shorter than `rows`. With `from_end`, the first tile of a range may be shorter instead.
+    With `from_end`, the first tile of a range may have fewer than `rows` rows, and otherwise the last tile.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
@@ -49,14 +47,11 @@ def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -
 
 
 def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int, alignment: int) -> tuple[ndarray, ...]:
-    """For the tiles with rows [first, end), return begin, num_masked_prefix, num_unmasked and num_masked. Every begin is a
-    multiple of `alignment`.
-    """
+    """For the tiles with rows [first, end), return begin, num_masked_prefix, num_unmasked and num_masked."""
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
     begin = first_lo // alignment * alignment
-    # The bounds lo and hi never decrease. All rows therefore attend to [last_lo, first_hi), and no row attends to a column
-    # outside [first_lo, last_hi).
+    # The bounds never decrease, so all rows attend to [last_lo, first_hi), and no row beyond [first_lo, last_hi).
     num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
     num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
     num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)
@@ -76,11 +71,7 @@ def tile_table(first: ndarray, end: ndarray, loops: tuple[ndarray, ...], batch: 
 
 
 def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
-    """Return the work tiles of all heads, int32 (N, 8), in the order in which they should start.
-
-    Groups of heads start one after another, so that the operands of a group stay in the L2 cache. Within a group, the work
-    tiles with the longest loops start first.
-    """
+    """Return the work tiles (N, 8) of all heads, in the order in which they should start."""
     batch, num_tiles = tiles.shape[:2]
     all_heads = np.arange(batch * heads)
     work_tiles = np.empty((batch * heads, num_tiles, 8), dtype=np.int32)
@@ -105,15 +96,13 @@ def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
 
 
 def forward_times(work_tiles: ndarray) -> ndarray:
-    """Estimate the time of each work tile. A step with half of the rows takes more than half of the time of a full step."""
+    """A forward step with half of the rows takes more than half as long as a full step."""
     num_consumers = _ceil_div(work_tiles[:, 1] - work_tiles[:, 0], CONSUMER_ROWS)
     return (work_tiles[:, 4] + work_tiles[:, 5] + FORWARD_TILE_OVERHEAD) * (1 + num_consumers)
 
 
 def backward_times(work_tiles: ndarray, group: int) -> ndarray:
-    """Estimate the time of each work tile. Each step is repeated for `group` query heads. In the backward, a tile with few rows
-    takes as long as a full tile.
-    """
+    """In the backward, a tile with few rows takes as long as a full tile."""
     return (work_tiles[:, 4] + work_tiles[:, 5]) * group + BACKWARD_TILE_OVERHEAD
 
 
@@ -127,10 +116,9 @@ def assign_work_tiles(
     """Assign each work tile (N, c), in the given order, to the program that has the least work so far.
 
     If some programs would end late, long work tiles start earlier than in the given order. Each number in `predecessors` is the
-    index of a work tile that must start earlier, or -1. The argument `limit` is the maximal number of work tiles per program.
+    index of a work tile that must start earlier, or -1.
 
-    Return int32 (n, programs, c). Column p of the result contains the work tiles of program p, and then at least one row of
-    zeros.
+    Return int32 (n, programs, c). Column p contains the work tiles of program p, followed by at least one row of zeros.
     """
     if not len(work_tiles):
         return np.zeros((1, 1, work_tiles.shape[1]), dtype=work_tiles.dtype)
@@ -159,7 +147,6 @@ def _assign_greedily(times: ndarray, programs: int, limit: int | None = None) ->
     loads, least = np.arange(programs), np.empty_like(steps)
     done = 0
     while done < len(steps):
-        # The next work tiles go to the programs with the smallest loads.
         block = steps[done : done + programs]
         results = loads[: len(block)] + block
         is_late = np.minimum.accumulate(results)[:-1] < loads[1 : len(block)]
@@ -190,8 +177,7 @@ def _assign_with_limit(steps: list[int], programs: int, limit: int) -> tuple[nda
 
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
-    """Order work tiles by their start times. Each work tile starts early enough to end within (1 - MARGIN) times the mean time
-    of the programs.
+    """Order work tiles by start time. Each starts early enough to end within (1 - MARGIN) times the mean time.
 
     A work tile never starts before its predecessor.
     """

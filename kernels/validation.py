@@ -1,7 +1,7 @@
 """Check the arguments of attention calls.
 
-The public functions of `ringattn` check the user's arguments. The functions of `ringattn.kernels.dispatch` check the arguments
-of every kernel call, which catches mistakes in the code of `ringattn`. The kernels themselves check nothing.
+Public functions of `ringattn` check the arguments of the user. The functions of `ringattn.kernels.dispatch` check every kernel
+call, and the kernels themselves check nothing.
 
 Functions whose names begin with `check` return None or raise ValueError.
 """
@@ -23,8 +23,6 @@ from ringattn.kernels.reference import Accumulators, Delta, State, state_dtype
 # A tile of keys has at least 16 rows and must lie within one page.
 MIN_PAGE_SIZE = 16
 
-# With "tf32", the Triton kernels may round fp32 operands of products to 11 bits of mantissa. With "fp8", the forward rounds its
-# inputs to the format of `ringattn.kernels.fp8`.
 PRECISIONS = ("ieee", "tf32", "fp8")
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

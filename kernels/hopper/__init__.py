@@ -1,5 +1,4 @@
-"""The kernels for Hopper GPUs. This module can be imported on every machine, because it does not import Triton."""
+"""The kernels for Hopper GPUs. This module does not import Triton, so every machine can import it."""
 
-# The modules `forward_narrow` and `backward_narrow` support head dims of at most NARROW_DIM. The modules `forward_wide` and
-# `backward_wide` support larger head dims.
+# The modules `forward_narrow` and `backward_narrow` support head dims of at most NARROW_DIM.
 NARROW_DIM = 128

@@ -1,8 +1,4 @@
-"""The host code of the Hopper backward implements `reference.backward`.
-
-The main kernels are in `backward_narrow` (head dims up to 128) and `backward_wide`. The module `backward_rows` contains the
-kernels that prepare lse and delta and convert dq.
-"""
+"""This host code launches the Hopper backward kernels, which compute `reference.backward`."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -27,10 +23,10 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# With more queries per 64 keys, skipping masked steps would cost more time than it saves.
+# If more queries attend to 64 keys, skipping masked steps costs more time than it saves.
 MOST_QUERIES_TO_SKIP = 1536
 
-# In the kernel for dq, K and V of a head group take at most KEY_BYTES_IN_L2 and stay in the L2 cache.
+# The kernel for dq computes heads in groups, whose K and V take at most KEY_BYTES_IN_L2.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
@@ -60,8 +56,8 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def keeps_operands(self) -> bool:
-        """Keeping K and V in registers saves reads from shared memory, whose bandwidth limits this kernel. For tiles of 64 or
-        128 columns, a thread has too few registers.
+        """With K and V in registers, the kernel reads less from shared memory, whose bandwidth limits its speed. With tiles of
+        64 or 128 columns, a thread has too few registers for K and V.
         """
         return self.columns == 96
 
@@ -124,9 +120,7 @@ class WideConfig:
 
     @property
     def p_tile_layout(self) -> gl.SharedLinearLayout:
-        """Return the layout of P (64 keys, queries) in shared memory. Elements are stored in register order, which avoids bank
-        conflicts.
-        """
+        """In shared memory, P (64 keys, queries) is stored in register order, which avoids bank conflicts."""
         order = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)
 
@@ -148,8 +142,8 @@ def configure(
     dims: tuple[int, int], heads: tuple[int, int], add: tuple[bool, bool, bool], deterministic: bool = False,
     skips_steps: bool = False,
 ) -> NarrowConfig | WideConfig:  # fmt: skip
-    """Return the constants for the head dims (D, Dv) and the heads (Hq, Hkv). The argument `add` states which of dq, dk and dv
-    are accumulators.
+    """Return the constants for the head dims (D, Dv) and the numbers of heads (Hq, Hkv). The flags `add` select which of dq, dk
+    and dv are added to existing gradients.
     """
     group = heads[0] // heads[1]
     if max(dims) > NARROW_DIM:
@@ -194,10 +188,6 @@ class _Backward:
 
 
 class NarrowBackward(_Backward):
-    """A `NarrowBackward` object computes the gradients for head dims up to 128. If PyTorch requires deterministic algorithms
-    when the object is created, dq is deterministic.
-    """
-
     def __init__(self, *operands) -> None:
         super().__init__(*operands)
         self._config: NarrowConfig | None = None
@@ -329,14 +319,13 @@ def _skips_steps(by_key: Intervals) -> bool:
 
 
 def _clear_empty_rows(grad: Tensor, accumulator: Tensor | None, rows: Intervals) -> None:
-    """No program writes rows with empty intervals, so fill a new gradient with zeros first."""
+    """The kernels do not write gradient rows with empty intervals, so a new gradient must be zeroed first."""
     if accumulator is None and rows.num_nonempty_rows < rows.lo.numel():
         grad.zero_()
 
 
 @lru_cache(maxsize=256)
 def _scalar_descriptor(size: int, queries: int) -> TensorDescriptor:
-    """`with_base` later sets the tensor of this TMA descriptor."""
     no_tensor = torch.empty(1, dtype=torch.float32, device="cpu")
     return TensorDescriptor(no_tensor, [size], [1], [queries], SCALARS_LAYOUT)
 
@@ -373,7 +362,7 @@ def _work_tiles(
 
 
 def _heads_per_group(num_queries: int) -> int:
-    """For short sequences, larger head groups balance the load better, and dq still fits into the L2 cache."""
+    """With short sequences, more heads at a time balance the load, and dq fits into the L2 cache."""
     return 32768 // num_queries if num_queries <= 8192 else 1
 
 

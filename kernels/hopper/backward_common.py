@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, accumulator_layout
 
-# Missing rows have this lower bound. It exceeds every token index, so all of their scores are masked.
+# All scores of missing rows are masked, because this lower bound exceeds every token index.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -16,13 +16,13 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 
 @gluon.jit
 def opaque_zero():
-    """Adding `opaque_zero()` to an index prevents the compiler from keeping the address in a register during a loop."""
+    """Adding `opaque_zero()` to an index keeps the compiler from holding an address in a register during a loop."""
     return hopper_common.execute("mov.b32 $0, 0;")
 
 
 @gluon.jit
 def probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr):
-    """Compute the probabilities exp2(scores - lse). Probabilities outside the intervals are 0.
+    """Return exp2(scores - lse), and 0 outside the intervals.
 
     Args:
         scores: (64, COLUMNS), before the multiplication by `log2_scale`.
@@ -44,16 +44,14 @@ def probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, COLUMNS
 
 @gluon.jit
 def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
-    """Return (row_bounds, first_unmasked, last_unmasked) for up to 64 keys from key `own` on. `row_bounds` is for
-    `probabilities`.
+    """Return (row_bounds, first_unmasked, last_unmasked) of up to 64 keys from key `own` on.
 
-    A step of QUERIES queries needs no mask if its first query is in the range from first_unmasked to last_unmasked. For fewer
-    than 64 keys, every step needs a mask, so this range is empty.
+    A step needs no mask if its first query is in the range from first_unmasked to last_unmasked.
     """
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes
     offset = gl.minimum(batch, num_masks - 1) * num_keys + own
-    # lo and hi never decrease, so the last key of a tile has the largest lo, and the first key has the smallest hi.
+    # The bounds never decrease, so the last key has the largest lo, and the first key the smallest hi.
     whole = own + ROWS <= end
     first_unmasked = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
     last_unmasked = gl.load(query_hi + offset, mask=whole, other=0) - QUERIES
@@ -62,10 +60,9 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
-    """Store a tile (64, n) in the rows [own, end). If ADD is set, add the tile instead.
+    """Store a gradient tile (64, n) from column FIRST on. With ADD, add the tile instead.
 
-    The pointer `base` is the address of row `own` of one head. The tensor (rows, NUM_HEADS, DIM) is contiguous. FIRST is the
-    first column.
+    The gradient (rows, NUM_HEADS, DIM) is contiguous, and `base` points to row `own` of one head.
     """
     LAYOUT: gl.constexpr = tile.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))

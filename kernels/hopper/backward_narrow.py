@@ -1,9 +1,8 @@
 """The backward kernel for Hopper GPUs (sm_90) and head dims up to 128, in Gluon: FlashAttention-2 (Dao 2023, algorithm 2),
 pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
-A work tile is up to 128 keys of one key head. For every query head of the group, the program loops over the query tiles that
-attend to these keys. A program has one producer and two consumers. The producer is a single warp. Each consumer is a warpgroup
-that keeps dk and dv of 64 keys in registers. Scores are transposed, so rows are keys and columns are queries.
+Each consumer warpgroup keeps dk and dv of 64 keys in registers. Scores are transposed, so rows are keys and columns are
+queries.
 
       PRODUCER                               SHARED MEMORY                       CONSUMERS
 
@@ -30,15 +29,10 @@ One step of a consumer:
       send dQ                             while dK runs
       release the stage
 
-dQ is a sum over all 128 keys, so it needs dS of both consumers. Each step computes the dQ of the step before it. The consumers
-therefore need not wait for each other's dS. In each step, a consumer waits at `empty` until both consumers have finished the
-previous step. After this wait, dS of the previous step is complete. No consumer still reads dS of two steps ago, so the new dS
-may overwrite it.
+In each step, a consumer waits at the mbarrier `empty` until both consumers have finished the previous step. After this wait, dS
+of the previous step is complete, and older dS may be overwritten.
 
-The first step of a work tile computes the last dQ of the previous work tile. Shared memory therefore has two slots for K.
-
-Shared memory bandwidth limits this kernel. The sums of dq are therefore stored in register order, which avoids bank conflicts.
-If a product were in flight at the end of a loop iteration, the assembler ptxas would serialise all products.
+If a matrix product is in flight at the end of a loop iteration, ptxas serialises all products.
 """
 
 from triton.experimental import gluon
@@ -78,12 +72,12 @@ from ringattn.kernels.triton.common import load_tile
 
 KEYS = gl.constexpr(128)
 
-# Q, dO and dS have two pipeline stages, so `stage ^ 1` is the other stage.
+# Q, dO and dS have two buffers each, so `stage ^ 1` is the other buffer.
 STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
 
-# A program computes its first dQ from uninitialised memory, and adds it to the unused chunk SPARE_CHUNK of `dq_sums`.
+# The first dQ of a program is uninitialised, so it is added to this unused chunk.
 SPARE_CHUNK = gl.constexpr(0)
 
 
@@ -94,11 +88,10 @@ def dq_columns(config, consumer: int) -> int:
 
 @gluon.constexpr_function
 def staging_layout(columns: int) -> gl.SharedLinearLayout:
-    """Return the layout of dQ (64, columns) in shared memory. Elements are stored in register order, which avoids bank
-    conflicts.
+    """In shared memory, dQ (64, columns) is stored in register order, which avoids bank conflicts.
 
-    Basis vector i of the layout is the (row, column) of the element at offset 2**i. The swizzle in this layout cancels the
-    128-byte swizzle of TMA. TMA combines bits 5 to 7 of an offset with bits 2 to 4 by exclusive or.
+    Entry i of `order` is the (row, column) of the element at offset 2**i. The 128-byte swizzle of TMA replaces bits 2 to 4 of
+    an offset by their XOR with bits 5 to 7. This layout cancels the swizzle.
     """
     order = [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
     order += [[0, 8 << i] for i in range((columns // 8).bit_length() - 1)]
@@ -108,7 +101,7 @@ def staging_layout(columns: int) -> gl.SharedLinearLayout:
 
 @gluon.jit
 def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
-    """The direction is -1 if the loop starts at the last query tile, and otherwise 1."""
+    """The direction is -1 if the loop starts at the last query tile."""
     if CONFIG.deterministic:
         entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
         direction = gl.load(entry + 8)
@@ -165,8 +158,8 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # The first step of the previous work tile also reads the K in this slot. If the previous work tile has only
-                    # one step, wait for the step.
+                    # This buffer holds an earlier K, which the first step of the previous work tile still reads. A previous
+                    # work tile with only one step may still be running, so wait for it.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
@@ -244,8 +237,7 @@ def _step(
     operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
     log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Add the contributions of one query tile to grad_k and grad_v. Add dQ of the previous step to the sums of dq. Return
-    (grad_k, grad_v).
+    """Add the gradients of one query tile to grad_k and grad_v, and the previous dQ to dq. Return (grad_k, grad_v).
 
     Args:
         operands: from `_load_operands`.
@@ -287,7 +279,7 @@ def _step(
     # Without this fence, wgmma could read shared memory before the stores of dS are visible.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # After this wait, the compiler adds a thread barrier, which the stores of dS also need.
+        # The stores of dS need the thread barrier that the compiler adds after this wait.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
@@ -306,7 +298,7 @@ def _step(
 def _skip_step(
     dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Skip a step in which no query attends to this consumer's keys. The step still adds dQ of the previous step to dq."""
+    """If no query of a step attends to this consumer's keys, only add the previous dQ to dq."""
     queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     mbarrier.wait(q_full.index(stage), phase)
@@ -380,7 +372,7 @@ def _compute_work_tile(
                 phase ^= 1
         return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
-    # `opaque_zero` hides the number of iterations, because the compiler would otherwise generate more instructions per step.
+    # If the compiler knew the number of iterations, it would generate more instructions per step.
     for _member in range(CONFIG.group + opaque_zero()):
         start = begin * CONFIG.queries
         # Gluon rejects two names for one value in a loop, so add 0 to create a second value.
@@ -420,7 +412,7 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
             work_tile, key_bounds, num_tiles, dq_sums, (index & 1) * 2, previous_chunk, previous_slot, buffers, barriers,
             stage, phase, log2_scale, CONSUMER, CONFIG,
         )  # fmt: skip
-        # Load the work tile again, because keeping its numbers would occupy registers during all steps.
+        # Load the work tile again, because keeping it would occupy registers during all steps.
         batch, key_head, first, end, _, _, _ = _load_work_tile(work_tiles, index, CONFIG)
         row_range = batch, key_head, first + CONSUMER * ROWS, end
         index += 1
@@ -443,8 +435,8 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """The tensor `grads` is (B, num_keys, Hkv, COLUMNS). 16-bit tiles are rearranged in `staging`, which is unused at this
-    point.
+    """The tensor `grads` is (B, num_keys, Hkv, COLUMNS). The buffer `staging` must be unused, because 16-bit gradients are
+    rearranged there.
     """
     batch, key_head, own, end = row_range
     NUM_KEY_HEADS: gl.constexpr = CONFIG.num_heads // CONFIG.group
@@ -452,7 +444,7 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # Four threads hold 8 neighbouring columns of an accumulator. In 16 bits, 8 columns fill only half of a 32-byte sector.
+    # From the register layout of wgmma, 16-bit stores would fill only half of each 32-byte sector.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
@@ -484,8 +476,7 @@ def _main_kernel(
         first_dq_sums, second_dq_sums: TMA descriptors of the sums of dq, one for each consumer's chunks.
         dk, dv: the results, overwritten or added to.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
-        progress: int32 zeros, `HEADER` numbers and two numbers per work tile. If the backward is not deterministic, `progress`
-            is None.
+        progress: int32 zeros, `HEADER` numbers and two numbers per work tile; None unless deterministic.
     """
     DIM: gl.constexpr = CONFIG.dim
     QUERIES: gl.constexpr = CONFIG.queries
@@ -507,7 +498,6 @@ def _main_kernel(
         mbarrier.init(dout_full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
     if CONFIG.deterministic:
-        # `staged` signals that a staging buffer is full. `released` signals that TMA has read the staging buffer.
         staged, released = allocate_barriers(4, 1, 1)
         staging = staging + (staged, released)
         work_tiles += take_number(progress) * CONFIG.entry_size

@@ -1,7 +1,7 @@
 """Triton kernels prepare the inputs of the Hopper backward and convert its dq.
 
 Queries without keys, and rows beyond the last query, get lse = inf. With lse = inf, all probabilities of a query are 0, so the
-main kernels need no mask for the query.
+main kernels need no mask for it.
 """
 
 import triton
@@ -17,7 +17,7 @@ PREPARED_ROWS = gl.constexpr(32)
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, num_queries, CONFIG: tl.constexpr):
-    """Pack lse (in log2 units) and delta of one query tile of one head. Set the sums of dq for this tile to zero.
+    """For one query tile of one head, store lse (in log2 units) and delta, and set dq to zero.
 
     Args:
         delta: (B, Nq, Hq), or None to compute delta from out, dout and dlse.
@@ -49,7 +49,7 @@ def _prepare_kernel(lse, delta, out, dout, dlse, scalars, dq_sums, num_tiles, nu
 
 @triton.jit(do_not_specialize=["num_blocks", "num_queries"])
 def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_blocks, num_queries, CONFIG: tl.constexpr):
-    """Like `_prepare_kernel`, pack lse (in log2 units) and delta for PREPARED_ROWS queries.
+    """Store lse (in log2 units) and delta of PREPARED_ROWS queries of one head.
 
     The results log2_lse and row_delta are (B * Hq, num_blocks * PREPARED_ROWS).
     """
@@ -73,9 +73,7 @@ def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_b
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
-    """Convert one chunk of dq to row order and multiply it by `scale`. Store the result in the contiguous dq, or add it if
-    `add_dq` is set.
-    """
+    """Convert one chunk of dq from register order to row order, and multiply it by `scale`."""
     COLUMNS: tl.constexpr = CONFIG.chunk_columns
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads

@@ -1,16 +1,12 @@
-"""This module contains the backward kernels for Hopper GPUs (sm_90) and head dims above 128, in Gluon.
+"""The backward kernels for Hopper GPUs (sm_90) and head dims above 128.
 
-At head dim 256, dk and dv of 64 keys occupy half of the registers of an SM. A single kernel like `backward_narrow` would be
-slow, because it would add to dq in memory for every 64 keys. Therefore one kernel computes dk and dv, and another kernel
-computes dq. Both kernels compute the scores, so there are 7 products instead of 5. With two kernels, every sum has a fixed
-order, so the gradients are deterministic.
+With a single kernel, dq in memory would be updated for every 64 keys, which is slow.
 
-Head dim 192 is not a power of two. Tiles in shared memory therefore consist of parts of 64 or 128 columns. In this module, a
-*ring* is a ring buffer whose slots hold one part each, given as the tuple (tiles, full, empty).
+Head dim 192 is not a power of two, so tiles are split into *parts* of columns. A *ring* (tiles, full, empty) is a ring buffer
+of such parts and its mbarriers.
 
-THE KERNEL FOR dk AND dv. A work tile is up to 64 keys of one key head. For every query head of the group, the program loops
-over the query tiles that attend to these keys. Scores are transposed, so rows are keys. One consumer keeps dk in registers, and
-the other one keeps dv.
+THE KERNEL FOR dk AND dv. Scores are transposed, so rows are keys. One consumer warpgroup keeps dk in registers, and the other
+one keeps dv.
 
       PRODUCER (a warp)        SHARED MEMORY          CONSUMER 0 (dv)                 CONSUMER 1 (dk)
 
@@ -20,13 +16,11 @@ the other one keeps dv.
                                                 ----------------------------------->  load P; dS = P (dP - delta)
       load dO, delta --------> [ ring of dO   ] ------------------------------------> dK += dS Q
 
-THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer. The program loops over the keys to which
-the queries of a work tile attend:
+THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per consumer:
 
       S = Q K^T, dP = dO V^T;  P = exp2(S - lse);  dS = P (dP - delta);  dQ += dS K
 
-In both kernels, the last product of a step runs together with the first products of the next step. The consumers issue products
-in turns. While one consumer computes in registers, the products of the other consumer keep the tensor cores busy.
+While one consumer computes in registers, the products of the other one use the tensor cores.
 """
 
 from triton.experimental import gluon
@@ -55,10 +49,9 @@ from ringattn.kernels.hopper.common import (
     tma_load,
 )
 
-# Keys per step of the kernel for dq.
+# A step of the kernel for dq has 64 keys.
 STEP_KEYS = gl.constexpr(64)
 
-# Queries per work tile of the kernel for dq, 64 per consumer.
 QUERIES = gl.constexpr(128)
 
 
@@ -165,7 +158,7 @@ def _write_gradient(
 @gluon.jit
 def _query_loop(loop):
     begin, _, num_unmasked, num_masked = loop
-    # `maximum` tells the compiler that there is at least one step, which saves a test.
+    # With `maximum`, the compiler knows that there is at least one step, which saves a test.
     return begin, gl.maximum(num_unmasked + num_masked, 1)
 
 
@@ -210,7 +203,6 @@ def _produce_queries(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_scale, CONFIG: gl.constexpr):
-    """Return P as the left operand of the product for dV."""
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     _keys, _values, lse_tiles, _delta_tiles, p_tiles = buffers
     _k_full, _k_empty, _v_full, _v_empty, p_full, p_empty = barriers
@@ -231,7 +223,6 @@ def _compute_p(scores, buffers, barriers, q_ring, key_bounds, start, step, log2_
 
 @gluon.jit
 def _compute_ds(dp, buffers, barriers, dout_ring, step, CONFIG: gl.constexpr):
-    """Return dS as the left operand of the product for dK."""
     SCORES: gl.constexpr = accumulator_layout(CONFIG.queries)
     _keys, _values, _lse_tiles, delta_tiles, p_tiles = buffers
     _k_full, _k_empty, _v_full, _v_empty, p_full, p_empty = barriers
@@ -413,8 +404,8 @@ def _produce_keys(arguments, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _own_steps(row_bounds, begin, num_steps):
-    """Return (first, end, first_unmasked, last_unmasked) of a consumer. The consumer computes all steps in [first, end), a
-    range that is never empty. A step needs no mask if its first key is in the range from first_unmasked to last_unmasked.
+    """Return (first, end, first_unmasked, last_unmasked) of a consumer. The range of steps [first, end) is never empty. A step
+    needs no mask if its first key is in the range from first_unmasked to last_unmasked.
     """
     lo, hi, num_own = row_bounds
     last = gl.minimum(num_own, ROWS) - 1
@@ -441,7 +432,6 @@ def _compute_query_ds(
 
 @gluon.jit
 def _skip_steps(num_steps, rings, count, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Release the slots of the skipped steps to the producer, and pass the ping-pong turns to the other consumer."""
     k_ring, v_ring = rings
     _k_tiles, k_full, k_empty = k_ring
     _v_tiles, v_full, v_empty = v_ring

@@ -1,8 +1,7 @@
 """Compute the matrix products of the Hopper kernels for tiles of 64, 96 or 128 columns.
 
-The sides of a tensor in Gluon must be powers of two. A tile for head dim 96 therefore has 128 columns, and the last 32 columns
-are zeros. To multiply only the first 96 columns, the functions issue two products, with 64 and 32 columns. Each product
-multiplies one *part* of the columns. Tiles with 96 columns have two parts, and tiles with 64 or 128 columns have one part.
+A product of 96 columns is issued as two products of 64 and 32 columns. Each of these products multiplies one *part* of the
+columns.
 
 The argument COLUMNS is the number of columns that are multiplied: 64, 96 or 128.
 """
@@ -33,7 +32,6 @@ def split_tile(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def load_left(tile, N: gl.constexpr, COLUMNS: gl.constexpr):
-    """Load a tile (64, columns) into registers, as the left operand of a matrix product (64, N). Return its parts."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator_layout(N), k_width=2)
     PARTS: gl.constexpr = num_parts(COLUMNS)
     tiles = split_tile(tile, COLUMNS)
@@ -82,7 +80,6 @@ def zero_parts(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def wait_for_parts(parts, IN_FLIGHT: gl.constexpr, PARTS: gl.constexpr):
-    """Wait until at most IN_FLIGHT matrix products are incomplete. Return the complete parts."""
     if PARTS == 1:
         return (warpgroup_mma_wait(IN_FLIGHT, deps=parts),)
     else:

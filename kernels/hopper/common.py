@@ -1,9 +1,9 @@
-"""All Hopper kernels use the TMA descriptors, barriers and support checks of this module.
+"""This module contains the TMA descriptors, mbarriers and support checks of all Hopper kernels.
 
-Hopper GPUs (sm_90) have the following features. TMA copies tiles between global and shared memory without using registers. A
-TMA descriptor contains the shape and strides of a tensor and the size of a tile. A warpgroup is 128 threads, and the
-instruction wgmma lets a warpgroup multiply matrices. An mbarrier is a barrier in shared memory, which counts arrivals and bytes
-that TMA has copied. A named barrier is one of the 16 hardware barriers of a program (CTA).
+On Hopper GPUs (sm_90), the unit TMA copies tiles between global and shared memory. A TMA descriptor contains the shape and
+strides of a tensor, and the size of a tile. A warpgroup is 128 threads, which multiply matrices with the instruction wgmma. An
+mbarrier is a barrier in shared memory that counts arrivals and bytes copied by TMA. A named barrier is one of the 16 hardware
+barriers of a program (CTA).
 """
 
 import os
@@ -31,27 +31,27 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 TMA_DTYPES = DTYPES | {torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 
-# A wgmma has 64 rows, so each consumer computes 64 rows.
+# A wgmma computes 64 rows, so each consumer warpgroup computes 64 rows.
 ROWS = gl.constexpr(CONSUMER_ROWS)
 
-# Scores are in log2 units, because the GPU has an instruction for exp2 but not for exp.
+# The GPU has an instruction for exp2 but not for exp, so scores are in log2 units.
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-# For ping-pong, consumer 0 uses named barrier FIRST_PING_PONG_BARRIER. Triton itself uses the barriers with lower numbers.
+# Triton itself uses the named barriers below number 8.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
-# Two consumers share a named barrier for ping-pong, so the barrier counts the threads of both consumers.
+# Each named barrier synchronises two consumer warpgroups of 128 threads.
 PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# Triton 3.8 and later reject views that extend beyond the indexed slice of a buffer, as in `forward_short`.
+# Triton 3.8 and later reject views that extend beyond one slice of a buffer, which `forward_short` needs.
 CHECKS_VIEWS = TRITON_VERSION >= (3, 8)
 
-# Triton 3.8 renamed the functions for asynchronous copies from and to global memory.
+# Triton 3.8 renamed the functions for copies by TMA.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
@@ -60,7 +60,7 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 def assembler_advice() -> str | None:
-    """Return what to do if Triton uses ptxas 13, which spills registers in these kernels. Triton 3.9 also has ptxas 12.9."""
+    """Return advice if Triton uses ptxas 13, which spills registers of these kernels. Triton 3.9 also contains ptxas 12.9."""
     if TRITON_VERSION < (3, 9) or "TRITON_PTXAS_BLACKWELL_PATH" in os.environ:
         return None
     advice = f"set TRITON_PTXAS_BLACKWELL_PATH={triton.knobs.nvidia.ptxas.path}, or install torch 2.14"
@@ -69,7 +69,7 @@ def assembler_advice() -> str | None:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """A `KernelConfig` holds the constants that the forward and backward kernels share.
+    """All Hopper kernels have these constants.
 
     Args:
         dim: the padded head dim.
@@ -93,7 +93,7 @@ class KernelConfig:
 
 @gluon.constexpr_function
 def accumulator_layout(columns: int, bits: int = 16) -> gl.NVMMADistributedLayout:
-    """Return the register layout of a wgmma result (64, columns). The operands have `bits` per element."""
+    """Return the register layout of a wgmma result (64, columns) for operands of `bits` bits."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 256 // bits])
 
 
@@ -106,14 +106,13 @@ def padded_wide_dims(head_dim: int, value_dim: int) -> tuple[int, int]:
 
 
 def delta_operands(delta: Delta, dout: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return contiguous (delta, None, None, None), or (None, out, dout, dlse) if `delta` is (out, dlse)."""
     operands = (None, delta[0], dout, delta[1]) if isinstance(delta, tuple) else (delta, None, None, None)
     return tuple(x if x is None else x.contiguous() for x in operands)
 
 
 @lru_cache(maxsize=256)
 def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int, int]) -> str | None:
-    """Return why the Hopper kernels cannot compute a call with the head dims (D, Dv), or None if they can."""
+    """Return why the Hopper kernels do not support a call, or None if they do."""
     major, minor = torch.cuda.get_device_capability(device)
     if (major, minor) != (9, 0):
         return f"the Hopper kernels require an sm_90 GPU, and this GPU is sm_{major}{minor}"
@@ -127,7 +126,6 @@ def unsupported_reason(device: torch.device, dtype: torch.dtype, dims: tuple[int
 
 @lru_cache(maxsize=64)
 def num_programs(device: torch.device, shares_sms: bool) -> int:
-    """Return how many programs a launch may have: one per SM, or any number if other kernels share the SMs."""
     return 2**31 - 1 if shares_sms else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -137,7 +135,6 @@ def shared_layout(block: tuple[int, ...], dtype: torch.dtype) -> gl.NVMMASharedL
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x, or a contiguous copy if TMA cannot address x."""
     if x.data_ptr() % 16 == 0 and (x.is_contiguous() or _has_tma_strides(x.shape, x.stride(), 16 // x.element_size())):
         return x
     return x.clone(memory_format=torch.contiguous_format)
@@ -145,15 +142,13 @@ def as_addressable(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _has_tma_strides(shape: tuple[int, ...], strides: tuple[int, ...], unit: int) -> bool:
-    """Return whether TMA accepts these strides. The last stride must be 1. All other strides must be positive multiples of
-    `unit` (16 bytes).
-    """
+    """TMA requires that the last stride is 1, and that all other strides are multiples of 16 bytes."""
     outer = [stride for stride, size in zip(strides[:-1], shape, strict=False) if size > 1]
     return strides[-1] == 1 and all(stride > 0 and stride % unit == 0 for stride in outer)
 
 
 def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
-    """Return a copy of `descriptor` for the memory of `x`, without the slow checks of the constructor."""
+    """Return a copy of `descriptor` for the tensor `x`, without the slow checks of the constructor."""
     copy = object.__new__(TensorDescriptor)
     copy.__dict__ = descriptor.__dict__ | {"base": x}
     return copy
@@ -163,7 +158,7 @@ def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
 def _descriptor_template(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
 ) -> TensorDescriptor:
-    # TMA may reject the unused stride of a dimension of size 1.
+    # For a dimension of size 1, TMA may reject the stride although it is unused.
     unit = 16 // dtype.itemsize
     strides = [stride if stride > 0 and stride % unit == 0 else unit for stride in strides[:-1]] + [1]
     return TensorDescriptor(
@@ -172,9 +167,7 @@ def _descriptor_template(
 
 
 def tma_descriptor(x: Tensor, rows: int, dim: int, heads: int = 1) -> TensorDescriptor:
-    """Return a descriptor for copying tiles (rows, heads, dim) of x (B, N, H, D). The tensor x must come from
-    `as_addressable`.
-    """
+    """Return a TMA descriptor for tiles (rows, heads, dim) of x (B, N, H, D). The tensor x must come from `as_addressable`."""
     return block_descriptor(x, (1, rows, heads, dim))
 
 
@@ -211,10 +204,10 @@ def as_left(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def allocate_barrier(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return one mbarrier per slot. Allocate only barriers that the kernel waits for.
+    """Return SLOTS mbarriers. Allocate only mbarriers for which the kernel waits.
 
-    Triton gives the memory of an unused barrier to other data. When processes share a GPU, the GPU saves and restores every
-    initialised barrier. Restoring an unused barrier would overwrite the data that replaced it.
+    If a kernel never waits for an mbarrier, Triton reuses its memory for other data. If processes share a GPU, the GPU saves
+    and restores all initialised mbarriers. Restoring an unused mbarrier would overwrite the other data.
     """
     barrier = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -224,7 +217,6 @@ def allocate_barrier(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the barriers `full` and `empty` of SLOTS slots. One thread per partition arrives at each barrier."""
     return allocate_barrier(SLOTS, PRODUCERS), allocate_barrier(SLOTS, CONSUMERS)
 
 
@@ -232,8 +224,8 @@ def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: g
 def load_work_tile(work_tiles, index):
     """Load the entry `index` of `Intervals.work_tiles`.
 
-    `loop` is (begin, num_masked_prefix, num_unmasked, num_masked). If `end` is 0, the program has no more work tiles. The
-    producer may be several work tiles ahead, so every partition loads the entry.
+    If `end` is 0, the program has no more work tiles. The producer warp runs ahead of the consumers, so every warpgroup loads
+    the entry itself.
     """
     entry = work_tiles + index * 8
     first, end, loop = load_tile(entry)
@@ -262,10 +254,7 @@ def is_masked(loop, step):
 
 @gluon.jit
 def execute(ASSEMBLY: gl.constexpr):
-    """Execute PTX instructions with side effects. The operand $1 is 0.
-
-    An inline assembly call must return a value, so instructions without a result end with "mov.b32 $0, $1;".
-    """
+    """An inline assembly call must return a value, so instructions without a result end with "mov.b32 $0, $1;"."""
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -1,9 +1,6 @@
-"""The deterministic backward of `ringattn.kernels.hopper.backward_narrow` sums dq in a fixed order.
+"""In the deterministic backward, programs add to dq in a fixed order.
 
-Without synchronisation, programs would add to dq with TMA's reduce-add in any order. The fixed order comes from
-`ringattn.kernels.tile_order`. Each program has two extra warps, called writers, which add dQ to global memory. The writers wait
-for other programs, so that the consumers need not wait. The two writers alternate, because sending one dQ takes about as long
-as a step.
+The order comes from `ringattn.kernels.tile_order`. The page docs/hopper.md explains the two writer warps.
 
       CONSUMERS                       WRITER OF THIS STEP
 
@@ -15,10 +12,7 @@ as a step.
       store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-Each work tile has two counters in global memory: one for its even steps and one for its odd steps.
-
-There is no deadlock, because a work tile waits only for earlier work tiles. A cooperative launch, or `take_number`, guarantees
-that earlier work tiles have started.
+Each work tile has two counters in global memory, for its even and for its odd steps.
 """
 
 from triton.experimental import gluon
@@ -31,7 +25,7 @@ from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 # The tensor `progress` begins with two integers: the number of programs that have started, and an unused number.
 HEADER = gl.constexpr(2)
 
-# After n steps of query head h, a counter is h * PER_HEAD + n. Every query head has fewer than PER_HEAD steps.
+# After n steps of query head h, a counter of `progress` is h * PER_HEAD + n. Every query head has fewer than PER_HEAD steps.
 PER_HEAD = gl.constexpr(2**20)
 
 WRITER_REGISTERS = gl.constexpr(24)
@@ -39,19 +33,16 @@ WRITER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def take_number(progress):
-    """Number the programs in the order in which they start, and return the number of this program."""
+    """Return the number of this program, in the order in which the programs start."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
-    # Triton broadcasts `number` through shared memory, so wait until every thread has read `number`.
+    # Triton broadcasts `number` through shared memory, so wait until every thread has read it.
     hopper_common.thread_barrier()
     return number
 
 
 @gluon.jit
 def _wait_for(pointer, count, seen):
-    """Wait until the number at `pointer` is at least `count`.
-
-    Lane 0 loads the number for all lanes, because the compiler assumes that all lanes leave the loop together.
-    """
+    """The compiler assumes that all lanes leave the loop together, so lane 0 loads the number for all."""
     while seen < count:
         seen = gl.inline_asm_elementwise(
             "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
@@ -63,13 +54,13 @@ def _wait_for(pointer, count, seen):
 
 @gluon.jit
 def _publish(pointer, progress):
-    """Store the progress of the work tile after this warp's additions to dq are complete.
+    """Store `progress` after this warp's additions to dq are complete.
 
-    The instruction `wait_group` does not order the store after the additions, so the store needs release semantics. Without
-    release semantics, the last bits of dq changed in almost every test.
+    Waiting for the additions does not order the store after them, so the store needs release semantics. Without release
+    semantics, the last bits of dq changed in almost every test.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
-    # Only one thread of the warp waits for the additions to dq, so synchronise the warp before storing the progress.
+    # Only one thread of the warp waits for the additions, so synchronise the warp before the store.
     hopper_common.execute("bar.warp.sync -1; mov.b32 $0, $1;")
     gl.inline_asm_elementwise(
         "st.release.gpu.global.b32 [$1], $2; mov.b32 $0, $2;", "=r,l,r", [pointer, progress],
@@ -92,7 +83,7 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
     dq_sums, work_tiles, progress, num_tiles, staging = arguments
     progress += HEADER
     phase = gl.to_tensor(0)
-    # Writer 0 discards the first dQ of a program, because this dQ is uninitialised.
+    # Writer warp 0 discards the first dQ of a program, which is uninitialised.
     skip = gl.to_tensor(1 - WRITER)
     if WRITER == 0:
         for consumer in gl.static_range(2):
@@ -106,7 +97,8 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
         for member in range(CONFIG.group):
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
-            # If `num_steps` is odd, the two writers swap their counters after each query head.
+            # The counter has the value `earlier` once all steps of the previous query head are complete. Either of the two
+            # writer warps may have stored this value.
             earlier = (member - 1) * PER_HEAD + num_steps - ((num_steps - 1 - skip) & 1)
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)

@@ -6,7 +6,7 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-A *state stage* is a stage of the K/V pipeline that holds o after the last keys of a work tile.
+A *state stage* is a K/V buffer that holds o after the last keys of a work tile.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,6 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add, tma_store
 from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT, UNSET_REF_MAX
 
-# The sign bit of l marks a row that has overflowed.
 SIGN_BIT = gl.constexpr(-(2**31))
 
 
@@ -30,11 +29,7 @@ def _state_view(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def transfer_buffer(state_tiles, batch, first, head, NUMBER: gl.constexpr, buffer, full, CONFIG: gl.constexpr):
-    """Signal the barrier `full`, so that a consumer may use a K or V buffer for o.
-
-    The buffers are numbered in the order K, V, K, V and so on. If `CONFIG.final` is set, TMA first copies columns of the
-    incoming o into `buffer`.
-    """
+    """By arriving at the mbarrier `full`, the producer lets a consumer use a K or V buffer for o."""
     CONSUMER: gl.constexpr = NUMBER // CONFIG.o_parts
     COLUMN: gl.constexpr = NUMBER % CONFIG.o_parts * (CONFIG.dim // CONFIG.o_parts)
     if CONFIG.final and CONSUMER < CONFIG.consumers:
@@ -61,9 +56,9 @@ def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def row_index(row_range, results, CONFIG: gl.constexpr):
-    """Return the indices (64,) of a consumer's rows in a tensor (B, Nq, Hq), and a mask of the rows that exist.
+    """Return indices (64,) into a tensor (B, Nq, Hq), and a mask of the rows that exist.
 
-    `row_range` is (batch entry, first head, first row of the consumer, end of the work tile's rows).
+    The argument `row_range` is (batch entry, first head, first row, end of the work tile's rows).
     """
     HEADS: gl.constexpr = CONFIG.heads_per_row
     batch, head, first_row, end = row_range
@@ -83,7 +78,7 @@ def load_ref_max(results, row_range, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_state_scalars(results, row_range, CONFIG: gl.constexpr):
-    """Load m (in log2 units) and l of the incoming state. If there is no incoming state, return an empty state."""
+    """Return m (in log2 units) and l of the incoming state, or of an empty state."""
     index, inside = row_index(row_range, results, CONFIG)
     m = load_ref_max(results, row_range, CONFIG)
     return m, gl.load(results[1] + index, mask=inside, other=0.0) if CONFIG.has_state else gl.zeros_like(m)
@@ -162,7 +157,6 @@ def merge_scalars(ref_max, l, state_m, state_l):
 @gluon.jit
 def write_scalars(ref_max, l, results, index, inside, CONFIG: gl.constexpr):
     if CONFIG.final:
-        # A row that attends to no key has l = 0 and lse = -inf.
         gl.store(results[4] + index, (ref_max + gl.log2(l)) * LN_2, mask=inside)
     else:
         gl.store(results[0] + index, gl.where(ref_max == UNSET_REF_MAX, float("-inf"), ref_max * LN_2), mask=inside)
@@ -177,7 +171,6 @@ def _write_result(
     _state_m, _state_l, state_o, state_tiles, _lse, out, out_tiles, _num_queries = results
     write_scalars(ref_max, l, results, index, inside, CONFIG)
     if CONFIG.final:
-        # A row that attends to no key has l = o = 0 and the output 0. Dividing once per row saves instructions.
         o *= _by_output_row(1.0 / gl.where(l == 0.0, 1.0, l), CONFIG)
         o = o.to(query.dtype)
     if first_row + ROWS // CONFIG.heads_per_row <= end:
@@ -188,7 +181,7 @@ def _write_result(
         else:
             _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
-        # Do not use TMA, because TMA would also write rows of another work tile.
+        # TMA would also write rows of the next work tile, so the threads store o.
         element, mask = _elements(index, inside, CONFIG)
         gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 
@@ -197,29 +190,28 @@ def _write_result(
 def update_scalars(
     ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Merge m and l of the result into the incoming state, in place.
+    """The first pass sets the sign bit of l in overflowed rows, and the retry pass updates only these rows.
 
-    The first pass marks overflowed rows with the sign bit of l. The retry pass updates only marked rows.
-
-    Return (written, alpha, beta, stays). In the rows of the mask `written`, the caller sets o to o * alpha + state_o * beta. In
-    rows of the mask `stays`, o + state_o suffices.
+    Return (written, alpha, beta, stays). In rows of the mask `written`, the merged o is o * alpha + state_o * beta. In rows of
+    the mask `stays`, the merged o is o + state_o.
     """
     incoming_m, incoming_l = incoming
     written = inside
     if not CONFIG.update_ref_max:
-        # Only the retry pass sets UPDATE_REF_MAX. Test the sign bit instead of l < 0, because l may be -0.0.
+        # Only the retry pass sets UPDATE_REF_MAX. An overflowed row may have l = -0.0, which is not below 0, so test the sign
+        # bit.
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
     m, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
-    # Do not store an unchanged m, because the conversion to log2 units and back rounds m on every hop.
+    # Converting m to log2 units and back rounds it, so an unchanged m is not stored.
     gl.store(results[0] + index, m * LN_2, mask=written & (m != incoming_m))
     if CONFIG.update_ref_max or UPDATE_REF_MAX:
         gl.store(results[1] + index, l, mask=written)
     else:
-        # Reinterpret l as an integer to set its sign bit. Triton computes -l as 0 - l, so -0.0 would be lost.
+        # Triton computes -l as 0 - l, which is 0.0 instead of -0.0 for l = 0, so set the sign bit.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
         gl.store(results[1] + index, gl.where(written, l, marked), mask=inside)
-    # An incoming row that has attended to no key has o = 0, so beta does not matter.
+    # If the incoming l is 0, the incoming o is 0, so beta does not matter.
     return written, alpha, beta, written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
 
 
@@ -233,7 +225,7 @@ def _update_state(
     written, alpha, beta, stays = update_scalars(
         ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX, CONFIG
     )
-    # TMA adds o to the state only if all 64 rows exist and need no rescaling.
+    # TMA's reduce-add can neither rescale rows nor leave out rows.
     if (first_row + ROWS <= end) & (gl.min(stays.to(gl.int32), axis=0) > 0):
         _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
@@ -247,7 +239,7 @@ def finish_work_tile(
     ref_max, l, o, query, buffers, incoming, results, row_range,
     CONSUMER: gl.constexpr, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Merge the incoming state, and write the new state or the output. Return a mask (64,) of the rows that have overflowed.
+    """Write the results of a work tile, and return a mask (64,) of overflowed rows.
 
     Args:
         query: the shared memory of this consumer's Q.
@@ -256,8 +248,8 @@ def finish_work_tile(
         results: (state_m, state_l, state_o, state_tiles, lse, out, out_tiles, Nq), where state_tiles and out_tiles are TMA
             descriptors.
 
-    A row has overflowed if its l is at least OVERFLOW_LIMIT or NaN. The results of an overflowed row are invalid until the
-    retry pass rewrites the row.
+    A row overflows if its l is NaN or at least OVERFLOW_LIMIT. The results of an overflowed row are invalid until the retry
+    pass rewrites them.
     """
     index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)

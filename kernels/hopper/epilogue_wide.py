@@ -1,5 +1,4 @@
-"""The Hopper kernels for FP8 and for head dims above 128 write their results with this module. The threads load and store o
-without TMA.
+"""With FP8 inputs or head dims above 128, the threads load and store o without TMA.
 
 incoming state   result   what happens to o
 no               output   the threads store o / l
@@ -23,9 +22,7 @@ def _by_row(numbers, tile):
 
 @gluon.jit
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
-    """The tile `part` contains columns of o, and begins at column FIRST. Each of the 64 rows has two factors, alpha and beta,
-    and an index into (B, Nq, Hq). Only rows of the mask `rows` are stored.
-    """
+    """The tensor `part` (64, n) contains the columns of o from column FIRST on."""
     columns = FIRST + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))[None, :]
     element = _by_row(index, part) * CONFIG.value_dim + columns
     mask = _by_row(rows, part)
@@ -70,7 +67,7 @@ def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
 def finish_work_tile(
     ref_max, l, o, incoming, results, row_range, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """Write the results of a work tile like `epilogue.finish_work_tile`, but without shared memory and TMA."""
+    """See `epilogue.finish_work_tile`."""
     _state_m, _state_l, state_o, _state_tiles, _lse, out, _out_tiles, _num_queries = results
     index, inside = row_index(row_range, results, CONFIG)
     overflowed = inside & False if UPDATE_REF_MAX else inside & ~(l < OVERFLOW_LIMIT)

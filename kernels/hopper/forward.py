@@ -1,8 +1,4 @@
-"""The host code of the Hopper forward implements `reference.forward`.
-
-Start reading with `forward_narrow`, the kernel for head dims up to 128. The kernel in `forward_wide` is for larger head dims,
-and the kernel in `forward_fp8` reads FP8 inputs.
-"""
+"""This host code launches the Hopper forward kernels, which compute `reference.forward`."""
 
 import warnings
 from collections.abc import Sequence
@@ -27,18 +23,18 @@ from ringattn.kernels.triton.launcher import launch
 if advice := hopper_common.assembler_advice():
     warnings.warn(advice, stacklevel=1)
 
-# K and V of a head group take at most L2_BYTES, so that K, V and the output stay in the L2 cache.
+# Heads are computed in groups, whose K and V take at most L2_BYTES of the L2 cache.
 L2_BYTES = 32 * 2**20
-# Calls with an incoming state or with head dims above 128 were faster with SMALL_L2_BYTES on an H100.
+# On an H100, smaller groups of heads were faster with an incoming state or head dims above 128.
 SMALL_L2_BYTES = 16 * 2**20
 
-# Calls with at most FEW_ROWS non-empty rows, counted over all heads and batch entries, use TILES_FEW_ROWS.
+# With at most FEW_ROWS non-empty rows over all heads, work tiles of 192 rows would leave SMs idle.
 FEW_ROWS = 2**16
 
 
 @dataclass(frozen=True)
 class ForwardConfig(hopper_common.KernelConfig):
-    """The constants that all forward kernels have.
+    """The constants of all forward kernels.
 
     Args:
         has_state: whether the call continues from an incoming state.
@@ -60,12 +56,12 @@ class ForwardConfig(hopper_common.KernelConfig):
     fence_softmax: bool
     update_ref_max: bool
 
-    q_slots: ClassVar[int] = 1  # slots of Q in shared memory
-    tails: ClassVar[int] = 0  # slots of the ring of tails
-    state_stages: ClassVar[int] = 0  # state stages per work tile
+    q_slots: ClassVar[int] = 1  # buffers for Q in shared memory
+    tails: ClassVar[int] = 0  # buffers for the last columns of K, see `forward_wide`
+    state_stages: ClassVar[int] = 0  # buffers of K and V that hold o after the last step of a work tile
     stores_by_tma: ClassVar[bool] = False  # whether TMA stores the results
     loads_early: ClassVar[bool] = True  # whether COMPUTE loads the next work tile
-    stages_per_step: ClassVar[int] = 1  # stages that a consumer releases per step
+    stages_per_step: ClassVar[int] = 1  # buffers of K and V that a consumer releases per step
     extra_steps: ClassVar[int] = 0  # additional ping-pong turns per work tile
     skips_steps: ClassVar[bool] = False  # whether consumers skip fully masked steps
     programs: ClassVar[int] = 1  # programs per SM
@@ -79,7 +75,7 @@ class ForwardConfig(hopper_common.KernelConfig):
 
     @property
     def partitions(self) -> gl.tuple:
-        """Return the numbers of the partitions as constants, because Gluon iterates only over constants."""
+        """Gluon iterates only over constants."""
         return gl.tuple([gl.constexpr(number) for number in range(self.consumers + 1)])
 
     @property
@@ -108,16 +104,14 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def q_in_registers(self) -> bool:
-        """Shared memory bandwidth limits S = Q K^T with 64 keys per step. Keeping Q in registers saves reads. A Q with 128
-        columns does not fit into the registers.
+        """With 64 keys per step, reading Q from shared memory limits the speed of S = Q K^T. At 128 columns, Q does not fit
+        into the registers.
         """
         return self.columns == 96
 
     @property
     def heads_per_tile(self) -> int:
-        """Four consumers compute four heads of the same 64 queries. In `forward_short`, a work tile has all query heads of a
-        key head.
-        """
+        """A work tile of `forward_short` has all query heads of one key head."""
         return {1: self.group, 4: 4}.get(self.consumers, 1)
 
     @property
@@ -130,7 +124,7 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def q_slots(self) -> int:
-        """Shared memory has at most two slots for Q, because one bit selects the slot."""
+        """Shared memory has at most two buffers for Q, because one bit selects the buffer."""
         return 2 if self.final else 1
 
     @property
@@ -193,7 +187,7 @@ class WideConfig(ForwardConfig):
 
     @property
     def tails(self) -> int:
-        """Return how many K tiles the stages can hold at once, including the tile that is being loaded."""
+        """This is the largest number of K tiles that are in shared memory at the same time."""
         return (self.stages + self.overlap + 1) // 2
 
     @property
@@ -238,27 +232,26 @@ class Fp8Config(ForwardConfig):
         return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
 
 
-# These tile sizes were the fastest on an H200. The tile sizes for 96 columns were measured on an H100.
+# These tile sizes were the fastest on an H200, or on an H100 for 96 columns.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
     96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=True),
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=True),
 }
-# With few rows, work tiles of 128 rows leave fewer SMs idle than work tiles of 192 rows.
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=True)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
-# If 64 consecutive queries attend to at most MEDIUM_KEYS keys, work tiles of 64 queries of four heads are faster.
+# If 64 consecutive queries attend to at most MEDIUM_KEYS keys, work tiles of four heads are faster.
 MEDIUM_KEYS = 1088
 TILES_MEDIUM = dict(consumers=4, keys=64, stages=8, joint_release=False, registers=112, ping_pong=False, fence_softmax=False)
 
-# `forward_short` is faster at head dims up to 64 if any 64 consecutive queries attend to at most SHORT_KEYS keys.
+# If 64 consecutive queries attend to at most SHORT_KEYS keys, `forward_short` is faster.
 SHORT_KEYS = 192
-# In `forward_short`, a product of h heads has 64 / h queries and 128 + TAIL_KEYS[h] keys. Fewer queries need fewer keys.
+# In `forward_short`, a product of h heads has 64 / h queries and 128 + TAIL_KEYS[h] keys.
 TAIL_KEYS = {8: 16, 4: 32, 1: 64}
 TILES_SHORT = dict(consumers=1, keys=64, stages=3, joint_release=False, registers=168, ping_pong=False, fence_softmax=False)
 
-# For each padded (D, Dv), the tile sizes below were the fastest on an H100, on average over causal and full masks.
+# These tile sizes were the fastest on an H100, on average over causal and full masks.
 WIDE_TILES = {
     (192, 128): dict(keys=128, stages=4, overlap=True, fence_softmax=True),
     (256, 256): dict(keys=64, stages=5, overlap=False, fence_softmax=False),
@@ -284,11 +277,7 @@ def configure(
     short: int = 0,
     medium: bool = False,
 ) -> NarrowConfig | WideConfig | Fp8Config:
-    """Return the constants of the kernel for the head dims (D, Dv), the heads (Hq, Hkv) and the dtype of q.
-
-    The flags `few_rows` and `medium` select TILES_FEW_ROWS and TILES_MEDIUM. A positive `short` selects `forward_short` with
-    `short` packed heads.
-    """
+    """Return the constants for the head dims (D, Dv) and the numbers of heads (Hq, Hkv)."""
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:
         return Fp8Config(dims[0], **call, **FP8_TILES[dims[0]], **FP8_SETTINGS)
@@ -302,8 +291,8 @@ def configure(
         return ShortConfig(64, **call, columns=columns, packed_heads=short, **TILES_SHORT)
     tiles = TILES_MEDIUM if medium else (TILES_FEW_ROWS if few_rows else TILES)[columns]
     config = NarrowConfig(hopper_common.padded_dim(*dims), **call, columns=columns, **tiles)
-    # To load the next work tile early, the producer needs one stage in addition to the state stages. With only one slot for Q,
-    # shared memory has room for two additional stages.
+    # To load the next K and V early, the producer needs a K/V buffer that does not hold o. With one buffer for Q instead of
+    # two, shared memory has room for one more K/V buffer.
     return replace(config, stages=max(config.stages, config.state_stages + 3 - config.q_slots))
 
 
@@ -344,11 +333,11 @@ def forward(
 
 
 def _packed_heads(heads: tuple[int, int], intervals: Intervals) -> int:
-    """Return 0 if the intervals are too long for `forward_short`, or if Triton rejects its views."""
+    """Return the number of heads per product of `forward_short`, or 0 if the kernel cannot run."""
     if intervals.longest_tile > SHORT_KEYS or hopper_common.CHECKS_VIEWS:
         return 0
     eight_rows, sixteen_rows = intervals.longest_small_tiles
-    # Products start at multiples of 8 keys, so up to 7 leading keys may be unnecessary.
+    # A product starts at a multiple of 8 keys, so up to 7 of its first keys may be masked.
     fits = {8: eight_rows <= 128 + TAIL_KEYS[8] - 7, 4: sixteen_rows <= 128 + TAIL_KEYS[4] - 7}
     return next((count for count in fits if fits[count] and heads[0] // heads[1] % count == 0), 1)
 
@@ -409,13 +398,12 @@ def _launch(
 def _assign_work_tiles(
     config: ForwardConfig, intervals: Intervals, q: Tensor, v: Tensor, shares_sms: bool, aligned: bool = False
 ) -> Tensor:
-    """With `aligned`, every loop begins at a multiple of `config.keys`."""
     (batch, _, num_heads, head_dim), (num_keys, _, value_dim) = q.shape, v.shape[1:]
     l2_bytes = SMALL_L2_BYTES if config.has_state or max(head_dim, value_dim) > NARROW_DIM else L2_BYTES
     heads_per_group = max(1, l2_bytes // (num_keys * (head_dim + value_dim) * q.element_size())) * config.group
     num_heads, heads_per_group = num_heads // config.heads_per_tile, max(1, heads_per_group // config.heads_per_tile)
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms) * config.programs
-    # Skip work tiles without keys in an in-place update, because their state does not change.
+    # Work tiles without keys do not change the state, so an in-place update skips them.
     sizes = config.queries, config.keys, batch, num_heads, num_head_groups
     return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state, aligned=aligned)

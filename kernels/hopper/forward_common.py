@@ -1,10 +1,9 @@
-"""All Hopper forward kernels use the functions of this module, such as the loops over work tiles.
+"""This module contains the loops over work tiles that all Hopper forward kernels share.
 
-A kernel passes its own functions to `run_partitions`. A `position` is (stage, phase) or (stage, phase, tail). `stage` is the
-next stage of the K/V pipeline, and `phase` is the phase bit of its barriers.
+A `position` is (stage, phase) or (stage, phase, tail). The number `stage` is the index of the next K/V buffer, and `phase` is
+the phase bit of its mbarriers. The number `tail` is the index of a buffer for the last columns of K.
 
-The bit `slot` changes with every work tile, and is also the phase of the barrier `q_full`. The Q of a work tile is stored in
-slot `slot % q_slots` of shared memory.
+The bit `slot` changes with every work tile, and is also the phase of the mbarrier `q_full`.
 """
 
 from triton.experimental import gluon
@@ -78,13 +77,9 @@ def pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Load a work tile and the bounds of this consumer's rows.
-
-    Return (index, batch entry, head, first row of this consumer, end of the work tile's rows, loop, row_bounds, steps).
-    row_bounds is (lo, hi, all_initialised, ref_max). lo and hi (64,) are the intervals of the rows, and ref_max (64,) is the
-    initial reference max. all_initialised states whether the consumer's first step sets the reference max of every row with
-    keys. steps is (first, end), the non-empty range of steps that the consumer computes. With `skips_steps`, the consumer skips
-    steps in which none of its rows attends to a key.
+    """Return (index, batch entry, head, first row, end of the rows, loop, row_bounds, steps). The tuple `row_bounds` is (lo,
+    hi, all_initialised, ref_max) of this consumer's 64 rows. The flag `all_initialised` is set if every row with keys attends
+    to a key in the first step. The range of steps `steps` = (first, end) is never empty.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)
@@ -106,7 +101,7 @@ def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.cons
         first_step = gl.minimum(gl.maximum(first_lo - begin, 0) // CONFIG.keys, end_step - 1)
         end_step = gl.maximum(gl.minimum((last_hi - begin + CONFIG.keys - 1) // CONFIG.keys, end_step), first_step + 1)
     start = step_start(loop, first_step, CONFIG.keys)
-    # It suffices to test the first row and the last row, because lo and hi never decrease.
+    # The bounds lo and hi never decrease, so testing the first and the last row suffices.
     first_hi = gl.load(hi + offset + first_row, mask=first_row < end, other=0)
     last_lo = gl.load(lo + offset + last_row, mask=first_row < end, other=0)
     all_initialised = (first_hi > start) & (last_lo < start + CONFIG.keys)
@@ -152,7 +147,7 @@ def _first_position(PHASE: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(LOAD: gl.constexpr, arguments, overflow, CONFIG: gl.constexpr):
-    # At a new barrier, a wait for phase 1 returns immediately, so all stages are free at the start.
+    # Waiting for phase 1 of a new mbarrier returns at once, so the producer finds all K/V buffers empty.
     slot, position = _load_work_tiles(LOAD, arguments, gl.to_tensor(0), _first_position(1, CONFIG), CONFIG)
     if not CONFIG.update_ref_max and _any_overflow(overflow, 1, CONFIG):
         _load_work_tiles(LOAD, arguments, slot, position, CONFIG)
@@ -166,7 +161,7 @@ def _compute_work_tiles(
     barriers = arguments[7]
     tile = load_consumer_tile(arguments, gl.program_id(0), CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, gl.SliceLayout(1, CONFIG.scores_layout))
-    # `state_stage` is this consumer's state stage of the previous work tile, or -1.
+    # If `state_stage` is not -1, this K/V buffer still holds o of the previous work tile.
     state_stage = gl.to_tensor(-1)
     while tile[4] > 0:
         mbarrier.wait(barriers[0], slot)
@@ -186,7 +181,7 @@ def _compute_work_tiles(
             tile = load_consumer_tile(arguments, tile[0] + gl.num_programs(0), CONSUMER, CONFIG)
         slot ^= 1
     if CONFIG.stores_by_tma:
-        # TMA must read all results before the program ends or a retry pass overwrites them.
+        # TMA must have read all results from shared memory before the program ends or a retry pass starts.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
     return slot, position, overflowed
@@ -203,8 +198,8 @@ def _consume(COMPUTE: gl.constexpr, SKIP: gl.constexpr, arguments, overflow, CON
         _report_overflow(overflow, overflowed, CONSUMER)
         if _any_overflow(overflow, 4, CONFIG):
             if CONFIG.stores_by_tma:
-                # Invalid results must be in global memory before the retry pass rewrites them. The function `tma_store_wait`
-                # only waits until TMA has read shared memory.
+                # The stores of invalid results must be complete before the retry pass stores the same rows. The function
+                # `tma_store_wait` only waits until TMA has read shared memory.
                 hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
             _compute_work_tiles(COMPUTE, SKIP, arguments, slot, position, CONSUMER, True, CONFIG)
 
@@ -217,7 +212,6 @@ def skip_tile(barriers, count, position, state_stage, CONSUMER: gl.constexpr, CO
 
 @gluon.jit
 def skip_steps(barriers, count, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Release the stages of `count` skipped steps to the producer, and pass the ping-pong turns to the next consumer."""
     _, _, full, empty = barriers
     STAGES: gl.constexpr = CONFIG.stages_per_step
     for _step_index in range(count):
@@ -246,7 +240,7 @@ def run_partitions(LOAD: gl.constexpr, COMPUTE: gl.constexpr, SKIP: gl.constexpr
     """
     overflow = () if CONFIG.update_ref_max else _allocate_overflow(CONFIG)
     fence_async_shared()
-    # The two lists below omit the first partition, to which Gluon gives four warps and all remaining registers.
+    # Gluon gives the first partition four warps and the remaining registers, so both lists omit it.
     gl.warp_specialize(
         [
             (_consume, (COMPUTE, SKIP, computing, overflow, i, CONFIG))

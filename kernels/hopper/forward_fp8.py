@@ -1,7 +1,7 @@
 """This forward kernel for Hopper GPUs (sm_90) reads FP8 inputs with head dims 64, 128 and 256.
 
-Read `forward_narrow` first, and `ringattn.kernels.fp8`, which explains the format of the inputs. This kernel has two consumers.
-Each step processes one block of 128 keys, with one scale for K and one scale for V.
+Read `forward_narrow` first, and `ringattn.kernels.fp8`, which explains the format of the inputs. Each step processes one block
+of 128 keys, with one scale for K and one scale for V.
 
       PRODUCER                               SHARED MEMORY            CONSUMERS
 
@@ -11,22 +11,19 @@ Each step processes one block of 128 keys, with one scale for K and one scale fo
                                              [                 ] -----> O += P(j-1) V(j-1)
                       <---- empty[s] ------                    <------ release the stage
 
-A stage holds K (128, D) of a step and V (D, 128) of the previous step. Separate stages for K and V would need twice as many
-barrier arrivals, which are slow. In each work tile, the first stage contains only K, and the last stage contains only V. A step
-issues its two matrix products in one of two orders:
+A stage holds K (128, D) of a step and V (D, 128) of the previous step. Separate buffers for K and V would need twice as many
+arrivals at mbarriers, which are slow. A step issues its two products in one of two orders:
 
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
-Accumulation. The tensor cores keep only about 14 bits of a sum of FP8 products. Therefore the tensor cores add only within a
-step, and the threads add the sums of all steps in fp32. At D = 256, O needs 128 registers per thread. The kernel splits P V
-into products of `part_columns` columns, of which at most two are in flight.
+At D = 256, O needs 128 registers per thread. The kernel therefore splits P V into products of `part_columns` columns. At most
+two of these products are in flight.
 
-Probabilities. The module `softmax_fp8` rounds P to e4m3. The row sums of the rounded probabilities are computed as a product of
-P and a tile of ones.
+The row sums l are the product of the rounded P and a tile of ones.
 
-Scales. The scale of a block of V is a power of two. The kernel adds the exponent of this scale to the scores of the block. The
-row sums of P must therefore be divided by the scale of V.
+The scale of a block of V is a power of two, and its exponent is added to the scores. The row sums of P are therefore divided by
+the scale of V.
 """
 
 from triton.experimental import gluon
@@ -51,7 +48,7 @@ from ringattn.kernels.hopper.forward_common import (
 BLOCK = gl.constexpr(fp8.BLOCK)
 E4M3 = gl.constexpr(gl.float8e4nv)
 
-# The tile of ones has 8 columns, which is the minimum for wgmma.
+# The tile of ones has 8 columns, because 8 is the minimum for wgmma.
 SUM_COLUMNS = gl.constexpr(8)
 
 
@@ -105,7 +102,6 @@ def _issue_scores(query, ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _multiply(p, tile, product):
-    """Issue product = p * tile^T for p (64, keys) in registers and `tile` (columns, keys) in shared memory."""
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=product.type.layout, k_width=4)
     return warpgroup_mma(gl.convert_layout(p, LEFT), tile.permute((1, 0)), product, use_acc=False, is_async=True)
 
@@ -123,9 +119,7 @@ def _values(ring, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
-    """Compute P V in parts of columns, and add all parts except the last one to O. Return (parts of O, last part of P V, row
-    sums of P) for `_finish_output`.
-    """
+    """Compute P V in slices of columns, and add all slices except the last one to O."""
     _queries, ring, ones = buffers
     PARTS: gl.constexpr = CONFIG.num_parts
     COLUMNS: gl.constexpr = CONFIG.part_columns
@@ -146,7 +140,7 @@ def _issue_output(p, o, buffers, stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _finish_output(parts, pending, sums, o, IN_FLIGHT: gl.constexpr, CONFIG: gl.constexpr):
-    """Wait for `pending`, and add it to the last part of O. The latest IN_FLIGHT products may still run."""
+    """Add `pending` to the last slice of O, while IN_FLIGHT later products may still run."""
     LAST: gl.constexpr = CONFIG.num_parts - 1
     if LAST == 0:
         pending, sums = warpgroup_mma_wait(IN_FLIGHT, deps=(pending, sums))
@@ -185,7 +179,7 @@ def _load_block_scales(operands, batch, key_head, start, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _row_factors(operands, row_range, log2_scale, CONFIG: gl.constexpr):
-    """To convert q k^T to log2 units, multiply it by the factor of the row and the scale of K."""
+    """A score in log2 units is q k^T times the returned factor times the scale of K."""
     q_scales, _k_scales, _v_scales, num_query_blocks, _num_key_blocks = operands
     batch, head, first_row, end = row_range
     rows = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, CONFIG.scores_layout))
@@ -203,7 +197,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
         scores = softmax.mask_scores(scores, lo, hi, step_start(loop, step, CONFIG.keys))
     factors *= k_scale
     alpha = gl.full_like(ref_max, 1.0)
-    # The first key of a row is in a masked step or in the first unmasked step. Before that step, ref_max may be unset.
+    # After the first unmasked step, every row has attended to a key, so its ref_max is set.
     if (step <= num_masked_prefix) | is_masked(loop, step):
         ref_max, alpha = softmax_fp8.raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG)
     levels = softmax_fp8.compute_levels(scores, ref_max, factors, v_exponent, CONFIG)
@@ -214,7 +208,7 @@ def _softmax(scores, ref_max, row_bounds, loop, step, factors, block_scales, CON
 @gluon.jit
 def _scale_sums(sums, block_scales, l):
     _, v_scale_bits = block_scales
-    # The exponent bits of 2^e are e + 127, and the exponent bits of 2^-e are 127 - e.
+    # In fp32, 2^e has the exponent bits e + 127, and 2^-e has the exponent bits 127 - e.
     inverse_v_scale = ((254 << 23) - v_scale_bits).to(gl.float32, bitcast=True)
     sums = gl.max(gl.max(softmax.by_thread(sums, SUM_COLUMNS), axis=3), axis=1)
     return gl.convert_layout(sums, l.type.layout) * inverse_v_scale
@@ -280,10 +274,7 @@ def _sequential_steps(
     scores, query, buffers, barriers, row_bounds, loop, operands, heads, ref_max, factors, block_scales, position,
     CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Compute all steps of a work tile without overlap. Return (ref_max, l, parts of o, next position).
-
-    The arguments `scores` and `block_scales` belong to the first step, and `heads` is (batch entry, key head).
-    """
+    """Return (ref_max, l, slices of o, next position)."""
     _queries, ring, _ones = buffers
     _q_full, q_empty, full, empty = barriers
     batch, key_head = heads

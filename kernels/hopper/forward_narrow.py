@@ -1,9 +1,8 @@
 """The forward kernel for Hopper GPUs (sm_90) and head dims up to 128, in Gluon: FlashAttention-2 (Dao 2023, algorithm 1),
 pipelined as in FlashAttention-3 (Shah et al. 2024, section 3).
 
-A work tile is a tile of queries of one head. A program has one producer and two or three consumers. The producer is a single
-warp that loads Q, K and V. Each consumer is a warpgroup that computes 64 rows of every work tile. Its registers hold scores,
-probabilities and o.
+The page docs/hopper.md defines the terms. The producer is a single warp that loads Q, K and V. Each consumer warpgroup computes
+64 rows, with scores, probabilities and o in registers.
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -20,22 +19,15 @@ probabilities and o.
                <----- k_empty, v_empty                            <------- release the stages in the next work tile
 
       (*) The producer loads o only if a state comes in and the output is returned. If there is no incoming state, the consumers
-          write the new o into empty stages.
+          write the new o into empty K/V buffers.
 
 In a consumer, the softmax of one step overlaps with the second product of the previous step:
 
       step j        issue S(j) = Q K(j)^T | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V
       tensor cores  ======= S(j) ========= ============ P(j-1) V(j-1) ================
 
-A `full` barrier waits for one arrival of the producer and for the bytes that TMA copies. An `empty` barrier waits for one
-arrival of every consumer. With a joint release, `k_empty` is `v_empty`.
-
-If the kernel returns an output, Q has two slots in shared memory. TMA stores the output from one slot while the next Q is
-loaded into the other slot. A slot is released after the first product of the next work tile. The o of a returned state is fp32
-and too large for the slot of Q. TMA therefore stores this o from K/V stages (see `epilogue`).
-
-With ping-pong, a consumer waits until the previous consumer has issued its products. The consumers therefore compute the
-softmax at different times.
+If the kernel returns an output, shared memory has two buffers for Q. While TMA stores the output from one buffer of Q, the next
+Q is loaded into the other one.
 """
 
 from triton.experimental import gluon
@@ -121,7 +113,7 @@ def _step(
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     mbarrier.wait(k_full.index(stage), phase)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    # The tensor cores finish products in the order of issue. S comes first, because the softmax needs only S.
+    # The softmax needs S = Q K^T, and products finish in order, so S is issued before P V.
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
@@ -135,7 +127,7 @@ def _step(
     o = wait_for_parts(pending_o, 0, num_parts(CONFIG.columns))
     mbarrier.arrive(v_empty.index(previous_stage), count=1)
     if UPDATE_REF_MAX:
-        # The product P V used the old reference max, so rescale O after the product.
+        # The product P V uses the old reference max, so o is rescaled after this product.
         o = softmax.rescale_parts(o, alpha, num_parts(CONFIG.columns))
     # Convert p only after the wait, because the previous P V reads p from the same registers.
     p = gl.convert_layout(weights.to(keys.dtype), CONFIG.p_layout)
@@ -155,7 +147,7 @@ def _first_step(
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # Wait until TMA has read the previous output from the memory of Q.
+    # Before the next Q is loaded, TMA must have read the previous output from its buffer.
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     release_keys(k_empty, stage, CONFIG)
@@ -228,7 +220,7 @@ def _compute_tile(
     else:
         query = split_tile(query_tile, CONFIG.columns)
     if CONFIG.state_stages > 0 and first_step > 0:
-        # Release the state stage, because the producer needs the stage for K and V of the skipped steps.
+        # The producer needs the buffer that still holds o, for K and V of the skipped steps.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
         state_stage = gl.to_tensor(-1)
@@ -244,7 +236,7 @@ def _compute_tile(
         mbarrier.arrive(q_empty, count=1)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
-    # While the last product P V runs, load m and l of the incoming state, and the next work tile.
+    # These loads overlap with the last product P V.
     incoming = load_state_scalars(results, row_range, CONFIG)
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = join_parts(wait_for_parts(o, 0, num_parts(CONFIG.columns)), CONFIG.columns)

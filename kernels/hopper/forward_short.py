@@ -1,14 +1,13 @@
-"""This module contains the forward kernel for short intervals, such as windows of 128 keys, and head dims up to 64.
+"""The forward kernel for head dims up to 64 and short intervals, such as windows of 128 keys.
 
-A work tile consists of 64 queries of all query heads of one key head. All keys of a work tile fit into shared memory, and are
-loaded once for all heads. Each product has 64 rows. If possible, a product computes 8 heads of 8 queries, because 8 queries
-need fewer keys than 64 queries. Each product has these steps:
+A work tile is 64 queries of all query heads that share a key head. All keys of a work tile fit into shared memory, so K and V
+are loaded once for all heads. If possible, a product has 8 queries of 8 heads, because 8 queries need fewer keys than 64. Each
+product has these steps:
 
       wait for Q | S = Q K^T, two tiles | load the next Q | softmax of S | O = sum of P V, two tiles | store O
 
-The softmax reads all scores of a row at once and subtracts the largest score, so no row can overflow. TMA stores the output
-from the slot that held Q, and loads the next Q into the other slot. All warps of a program execute the same code. Three
-programs share an SM, so that one program computes while another program waits.
+The softmax subtracts the largest score of each row, so no row can overflow. Three programs share an SM, so that one program
+computes while another program waits.
 """
 
 from triton.experimental import gluon
@@ -20,7 +19,7 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, allocate_barrier, load_work_tile, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile
 
-# Shared memory holds K and V in groups of 8 rows, and a wgmma can begin at any group.
+# An operand of wgmma can begin at every multiple of 8 rows of K or V in shared memory.
 GROUP_ROWS = gl.constexpr(8)
 KEYS = gl.constexpr(128)
 
@@ -96,7 +95,7 @@ def _forward_kernel(
     keys = gl.allocate_shared_memory(k.dtype, [GROUPS + EMPTY_GROUPS, GROUP_ROWS, CONFIG.dim], MATRIX)
     values = gl.allocate_shared_memory(v.dtype, [GROUPS + EMPTY_GROUPS, GROUP_ROWS, CONFIG.dim], MATRIX)
     BY_ROW: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
-    for i in gl.static_range(EMPTY_GROUPS):  # Masked keys must not add NaN to the output.
+    for i in gl.static_range(EMPTY_GROUPS):  # Uninitialised values of masked keys could add NaN to the output.
         values.index(GROUPS + i).store(gl.full([GROUP_ROWS, CONFIG.dim], 0.0, gl.float32, BY_ROW).to(v.dtype))
     full = allocate_barrier(4, 1)
     fence_async_shared()

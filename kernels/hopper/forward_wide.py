@@ -1,6 +1,6 @@
-"""This module contains the forward kernel for Hopper GPUs (sm_90) and head dims above 128.
+"""The forward kernel for Hopper GPUs (sm_90) and head dims above 128.
 
-Read `forward_narrow` first. This kernel has two consumers and the following pipeline:
+Read `forward_narrow` first. This kernel has two consumer warpgroups and the following pipeline:
 
       PRODUCER                          SHARED MEMORY                      CONSUMERS
 
@@ -10,20 +10,13 @@ Read `forward_narrow` first. This kernel has two consumers and the following pip
       load V(j) ---- full[s] -------> [                           ] -----> O += P(j) V(j)
                <---- empty[s] ------                              <------ release the stage
 
-A stage holds one tile of K or V with 256 or 128 columns. If K has 192 columns, a second ring buffer holds the last 64 columns,
-which are called the *tail*. The barriers of a stage are also used for the tail of its K.
+A stage is a buffer in shared memory for one tile of K or V, with 256 or 128 columns. If K has 192 columns, a second ring buffer
+holds the last 64 columns, the *tail*. A tile of K and its tail share the mbarriers of the stage.
 
-The available registers determine the order of the two matrix products of a step:
+The order of the two products of a step depends on the number of available registers:
 
       overlap      issue S(j) | issue O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for O | release V(j-1)
       no overlap   issue O += P(j-1) V(j-1) | issue S(j) | wait for O | wait for S(j) | softmax: P(j)
-
-With overlap, the tiles arrive in the order K(0), K(1), V(0), K(2), V(1) and so on. Without overlap, the order is K(0), V(0),
-K(1), V(1) and so on. The softmax then runs during the products of the other consumer. Without overlap, a consumer keeps its
-ping-pong turn until its matrix product P V is complete.
-
-With 64 keys per step, reading Q from shared memory would cost as many bytes per step as reading K. The kernel therefore keeps
-half of Q in registers. The threads write o without shared memory, as `epilogue_wide` explains.
 """
 
 from triton.experimental import gluon
@@ -115,7 +108,7 @@ def _load_tile(arguments, rows, loop, slot, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_scores(query, buffers, full, position, CONFIG: gl.constexpr):
-    """The tuple `query` contains columns 0 to 127 of Q in registers, Q in shared memory, and the tail of Q."""
+    """The tuple `query` is (columns 0 to 127 in registers, Q in shared memory, tail of Q)."""
     _queries, _query_tails, ring, key_tails = buffers
     in_registers, in_shared, query_tail = query
     stage, phase, tail = position
@@ -146,14 +139,14 @@ def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue the products of a step and wait for S. Return (S, O, stage of V, next position).
+    """Issue the products of a step, and wait for S. Return (S, O, stage of V, next position).
 
-    If consecutive steps overlap, the caller must wait for O and release the stage of V.
+    With CONFIG.overlap, the caller must wait for O = P V, and then release the buffer of V.
     """
     _q_full, _q_empty, full, empty = barriers
     wait_for_ping_pong(CONSUMER, CONFIG)
     first_stage, _, _ = position
-    # The tensor cores finish products in the order of issue. S counts as two products.
+    # The tensor cores finish products in the order of issue, and S = Q K^T is two products.
     if CONFIG.overlap:
         scores, position = _issue_scores(query, buffers, full, position, CONFIG)
         second_stage, _, _ = position

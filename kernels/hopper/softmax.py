@@ -1,16 +1,10 @@
-"""The softmax of the Hopper forward converts a tile of scores to probabilities in the registers of a consumer.
+"""In the Hopper forward, this softmax converts a tile of scores to probabilities in registers.
 
-FlashAttention subtracts the running maximum of each row, so that exp2 never overflows. This kernel computes p = exp2(score -
-ref_max) with a reference max, in log2 units, that rarely changes:
+The probabilities are p = exp2(score - ref_max), with scores in log2 units. The page docs/hopper.md explains why a reference max
+`ref_max` replaces the running maximum of each row.
 
-- The reference max of a row is m of the incoming state. A row without a finite m uses the largest score of the first tile in
-which it attends to a key. In later tiles, the softmax neither computes maxima nor rescales l and o.
-- A row overflows if l, the sum of p, reaches OVERFLOW_LIMIT. The program then computes all of its work tiles again, in a retry
-pass.
-- In the retry pass, `update_ref_max` raises a reference max that is more than RESCALE_THRESHOLD below the running maximum. For
-fp16 inputs, the first pass also raises the reference max to the running maximum.
-
-In a wgmma accumulator, four threads hold each row. Every thread keeps its own sums and maxima, in tensors (64, 4).
+In a wgmma accumulator, four threads hold the columns of each row. Each thread keeps its own sums and maxima, so l and ref_max
+are tensors (64, 4).
 """
 
 from triton.experimental import gluon
@@ -18,13 +12,13 @@ from triton.experimental.gluon import language as gl
 
 from ringattn.kernels.hopper.common import ROWS, is_masked, step_start
 
-# UNSET_REF_MAX is the reference max of a row that has attended to no key. With -inf instead, the probabilities would be NaN.
+# This is the reference max of a row without keys, because -inf would make its probabilities NaN.
 UNSET_REF_MAX = gl.constexpr(-3.4028234663852886e38)
 
-# If l is below OVERFLOW_LIMIT, o fits into fp32 for values of V up to 2**79.
+# If l = sum(p) is below 2**48 and all |v| are at most 2**79, then o = sum(p * v) fits into fp32.
 OVERFLOW_LIMIT = gl.constexpr(2.0**48)
 
-# RESCALE_THRESHOLD is in log2 units: fp16 represents probabilities up to 2**8 precisely.
+# In fp16, probabilities up to 2**8 are precise, so ref_max may be 8 log2 units too small.
 RESCALE_THRESHOLD = gl.constexpr(8.0)
 
 
@@ -59,11 +53,7 @@ def _index_in_thread(tile):
 
 @gluon.jit
 def mask_scores(scores, lo, hi, start):
-    """Replace the scores (64, keys) outside the intervals [lo, hi) by -inf. The tile begins with key `start`.
-
-    The mask has one word of bits per row and thread. Masking with bits takes two instructions per score, and comparisons would
-    take four.
-    """
+    """In a tile of scores (64, keys) that begins at key `start`, replace scores outside [lo, hi) by -inf."""
     KEYS: gl.constexpr = scores.shape[1]
     SCORES: gl.constexpr = scores.type.layout
     tile = by_thread(scores, KEYS)
@@ -74,9 +64,7 @@ def mask_scores(scores, lo, hi, start):
 
 @gluon.jit
 def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
-    """Mask the keys below `bound` if BELOW is set, and otherwise the keys from `bound` on. Only the first COLUMNS columns
-    change.
-    """
+    """In the first COLUMNS columns, mask the keys below `bound` (with BELOW) or from `bound` on."""
     tile = by_thread(scores, scores.shape[1])
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = start + 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
@@ -91,7 +79,7 @@ def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # Of every four accumulator registers, the first two belong to one row and the last two to another.
+    # Four accumulator registers of a thread hold two columns of one row, and then two of another row.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
     return (
@@ -109,7 +97,7 @@ def in_place_constraints(count, kind):
 @gluon.jit
 def rescale(o, alpha):
     """Multiply each row of o (64, columns) by its factor in alpha (64, 4). A warp skips the multiplication if all of its
-    factors are 1, which is the usual case.
+    factors are 1.
     """
     COUNT: gl.constexpr = o.shape[1] // 2
     ASSEMBLY: gl.constexpr = _rescale_assembly(COUNT)
@@ -130,8 +118,8 @@ def rescale_parts(o, alpha, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def raise_assembly():
-    # For the thread's two rows, $0 and $1 are the new reference max, $2 and $3 the largest scores, $4 and $5 the old reference
-    # max, and $6 and $7 the thresholds.
+    # Each thread holds two rows. Outputs $0 and $1 are the new reference max of these rows. Inputs $2 and $3 are their largest
+    # scores, $4 and $5 the old reference max, and $6 and $7 the thresholds.
     exchange, choose = "", ""
     for row in ("0", "1"):
         # After two butterfly shuffles, all four threads of a row hold the maximum of the row.
@@ -156,17 +144,17 @@ def _raise_ref_max(ref_max, thread_max):
 
 @gluon.jit
 def initialise_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """If a row has no reference max yet, set its ref_max (64, 4) to the row's largest score in this tile."""
+    """Set each unset ref_max (64, 4) to the largest score of its row in this tile."""
     row_max = gl.max(gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1), axis=1) * log2_scale
     return gl.where(ref_max == UNSET_REF_MAX, gl.maximum(row_max, UNSET_REF_MAX).expand_dims(1), ref_max)
 
 
 @gluon.jit
 def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
-    """If a row's largest score exceeds the row's ref_max by more than RESCALE_THRESHOLD, raise ref_max. Return (ref_max,
+    """If a score exceeds ref_max by more than RESCALE_THRESHOLD, raise ref_max to the maximum of the row. Return (ref_max,
     alpha), both (64, 4).
 
-    The caller must multiply the l and o of earlier tiles by alpha.
+    The caller must multiply l and o of earlier tiles by alpha.
     """
     raised = _raise_ref_max(ref_max, gl.max(gl.max(by_thread(scores, CONFIG.keys), axis=3), axis=1) * log2_scale)
     return raised, gl.exp2(ref_max - raised)
@@ -174,7 +162,6 @@ def update_ref_max(scores, ref_max, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
-    """Compute the probabilities p = exp2(score - ref_max), and add their sums to l (64, 4). Return (p, l)."""
     tile = by_thread(scores, CONFIG.keys)
     p = gl.exp2(tile * log2_scale - _along_row(ref_max, tile))
     return gl.convert_layout(p.reshape([ROWS, CONFIG.keys]), CONFIG.scores_layout), l + gl.sum(gl.sum(p, axis=3), axis=1)
@@ -182,7 +169,7 @@ def exp_scores(scores, ref_max, l, log2_scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute the softmax of a consumer's first step. Return (probabilities (64, keys), ref_max, l). `row_bounds` is from
+    """Return (probabilities (64, keys), ref_max, l) of the first tile of keys. The argument `row_bounds` is from
     `load_consumer_tile`.
     """
     lo, hi, _, ref_max = row_bounds
@@ -201,8 +188,8 @@ def first_probabilities(scores, row_bounds, loop, step, log2_scale, UPDATE_REF_M
 
 @gluon.jit
 def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr):
-    """Compute the softmax of a step after the first. Return (probabilities (64, keys), ref_max, l, alpha). If UPDATE_REF_MAX is
-    set, the caller must multiply o by alpha.
+    """Return (probabilities (64, keys), ref_max, l, alpha) of a later tile of keys. With UPDATE_REF_MAX, the caller must
+    multiply o by alpha.
     """
     lo, hi, all_initialised, _ = row_bounds
     _, num_masked_prefix, num_unmasked, num_masked = loop
@@ -212,7 +199,7 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # After the first unmasked step, every row has attended to a key.
+    # In an unmasked tile, every row attends to a key, so every reference max is set afterwards.
     elif (step <= gl.where(num_unmasked > 0, num_masked_prefix, num_masked)) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)
@@ -226,11 +213,10 @@ def combine_threads(numbers, CONFIG: gl.constexpr):
 
 @gluon.jit
 def fence_softmax(l, CONFIG: gl.constexpr):
-    """Return l unchanged. Prevent the assembler from moving later instructions in front of the computation of l.
+    """Return l, and keep ptxas from moving later instructions in front of the computation of l.
 
-    Without this fence, ptxas would move the wait for P V before the softmax, so the two would not overlap. The assembler ptxas
-    never moves a wait across an instruction that may end the thread. The `exit` below never runs, because l is never the NaN
-    0x7fc0dead.
+    Without this fence, ptxas would move the wait for P V in front of the softmax. The assembler ptxas moves no wait across an
+    instruction that may end the thread. The `exit` below never runs, because l is never the NaN 0x7fc0dead.
     """
     if CONFIG.fence_softmax:
         l = gl.inline_asm_elementwise(

@@ -1,27 +1,25 @@
 """For FP8 inputs, the softmax of the Hopper forward rounds probabilities to e4m3.
 
-The format e4m3 represents numbers from 2^-9 to 448. Therefore this softmax raises the reference max in every step in which a
-probability would exceed 448. Most probabilities p = exp2(score - ref_max + TOP) are in the range in which e4m3 has four
-significant bits.
+The largest e4m3 number is 448, so a row's reference max rises if a probability would exceed 448. With the offset TOP in p =
+exp2(score - ref_max + TOP), e4m3 has four significant bits for most probabilities.
 
-Rounding. The hardware unit for exponentials (MUFU) would limit the speed. Instead, the kernel rounds x = score - ref_max + TOP.
-An e4m3 number has 3 mantissa bits and the exponent bias 7, so the byte of the number nearest to 2^x is about:
+The GPU's unit for exponentials (MUFU) would limit the speed, so the kernel computes p without it. An e4m3 number has 3 mantissa
+bits and the exponent bias 7. For x = score - ref_max + TOP, the byte of the e4m3 number nearest to 2^x is about:
 
     byte(x) = round(8 x + 56 - 0.46)
 
-The formula replaces the exponential by a straight line between two powers of two. The relative error of a probability is at
-most 8%, with the mean 0 and the root mean square 3.0%. Rounding each probability to the nearest e4m3 number would cause
-relative errors of at most 6.25%, with the root mean square 2.5%. A number p below 2^-6 is subnormal in e4m3, and its byte is p
-times 2^9. To cover subnormal numbers, the kernel evaluates two straight lines and uses the larger result:
+This formula interpolates linearly between two powers of two. The relative error of a probability is at most 8%, with mean 0 and
+root mean square 3.0%. Exact rounding to e4m3 has relative errors of up to 6.25%, with root mean square 2.5%. If p is below
+2^-6, it is subnormal in e4m3, and its byte is p * 2^9. The larger of two straight lines approximates normal and subnormal
+numbers:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
-Levels. In fp16, the bits of n * 2^-24 are the integer n, for n up to 2048. One instruction converts two fp32 numbers to fp16
-and replaces negative numbers by 0. Therefore converting x * 2^-24 to fp16 rounds x to an integer. Each instruction processes
-two levels, which are packed into one 32-bit word.
+In fp16, the bits of n * 2^-24 are the integer n, for n up to 2048. Converting x * 2^-24 from fp32 to fp16 therefore rounds x to
+an integer. One instruction converts two numbers, and replaces negative numbers by 0.
 
-`raise_ref_max` sets the first reference max in fp32, because levels relative to UNSET_REF_MAX would overflow fp16.
+The first reference max is set in fp32, because levels relative to UNSET_REF_MAX would overflow fp16.
 """
 
 from triton.experimental import gluon
@@ -32,7 +30,7 @@ from ringattn.kernels.hopper.common import ROWS
 
 TOP = gl.constexpr(7.0)
 
-# `raise_ref_max` ignores maxima that are higher by at most SLACK log2 units.
+# If a score exceeds ref_max by SLACK log2 units, p is 2**8.5 = 362, which e4m3 still represents.
 SLACK = gl.constexpr(1.5)
 
 BYTES = gl.constexpr(8.0)
@@ -42,8 +40,8 @@ BIAS = gl.constexpr(-0.46)
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
-# `limit_levels` lowers a row's largest level to TOP_LEVEL, which represents 1.75 * 2^6. There, the rounding errors average to
-# 0.
+# If a row exceeds MAX_LEVEL, its largest level becomes TOP_LEVEL, which represents 1.75 * 2^6. At 1.75 * 2^6, the rounding
+# errors average to 0.
 TOP_LEVEL = gl.constexpr(126)
 
 UNIT = gl.constexpr(2.0**-24)
@@ -53,7 +51,7 @@ UNIT = gl.constexpr(2.0**-24)
 def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     """Return (ref_max, alpha) like `softmax.update_ref_max`.
 
-    The positive `factors` (64, 4) convert the scores to log2 units. The exponent of the scale of V is `v_exponent`.
+    The positive `factors` (64, 4) convert scores to log2 units.
     """
     ASSEMBLY: gl.constexpr = softmax.raise_assembly()
     row_max = gl.max(gl.max(softmax.by_thread(scores, CONFIG.keys), axis=3), axis=1) * factors + v_exponent
@@ -64,9 +62,7 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Return PTX instructions for four scores s, the operands $2 to $5. The instructions compute the levels s * $6 + $7 and
-    pack them into $0 and $1.
-    """
+    """Compute the levels s * $6 + $7 of the scores s in $2 to $5, and pack them into $0 and $1."""
     code = "{ .reg .f32 t<4>;"
     for i in range(4):
         code += f"fma.rn.f32 t{i}, ${i + 2}, $6, $7;"
@@ -77,14 +73,14 @@ def _level_assembly():
 
 @gluon.jit
 def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
-    """Return the levels of the scores, two per word, as int32 (64, keys // 16, 4, 2). No number moves to another thread.
+    """Return the levels as int32 (64, keys // 16, 4, 2), with two levels per word.
 
-    The keys are permuted as in a tile of values, see `ringattn.kernels.fp8`.
+    The keys are in the order of a tile of V (see `ringattn.kernels.fp8`), so threads exchange no data.
     """
     ASSEMBLY: gl.constexpr = _level_assembly()
     LEFT: gl.constexpr = CONFIG.p_layout
     KEYS: gl.constexpr = CONFIG.keys
-    # Permute the scores of 32 keys from (h, b // 2, t, b % 2) to (h, t, b // 2, b % 2), the order of a tile of values.
+    # In each group of 32 keys, change the order (h, b // 2, t, b % 2) to (h, t, b // 2, b % 2).
     tile = scores.reshape([ROWS, KEYS // 32, 2, 2, 4, 2]).permute((0, 1, 2, 4, 3, 5)).reshape([ROWS, KEYS])
     tile = gl.convert_layout(tile, LEFT).reshape([ROWS, KEYS // 16, 4, 2, 2])
     even, odd = gl.split(tile)
@@ -111,7 +107,7 @@ def _larger_levels(a, b):
 
 @gluon.constexpr_function
 def _limit_assembly():
-    """Return PTX instructions that raise the reference max of the two rows of a thread.
+    """These PTX instructions raise the reference max of the two rows of a thread.
 
     $0 and $1 are the new reference max, and $2 and $3 are alpha. $4 and $5 are added to the levels, and contain two equal fp16
     numbers each. $6 and $7 are the thread's largest levels, and $8 and $9 are the old reference max.
@@ -127,7 +123,7 @@ def _limit_assembly():
         code += f"prmt.b32 other, ${6 + row}, 0, 0x1032; max.s16x2 top{row}, ${6 + row}, other;"
         for lane in (1, 2):
             code += f"shfl.sync.bfly.b32 other, top{row}, {lane}, 31, -1; max.s16x2 top{row}, top{row}, other;"
-        # The largest level becomes TOP_LEVEL. The factor 2^21 = 1 / (BYTES * UNIT) converts the change to log2 units.
+        # The factor 2^21 = 1 / (BYTES * UNIT) converts the change to log2 units.
         code += f"cvt.u16.u32 level, top{row}; setp.gt.s16 above, level, {MAX_LEVEL.value}; sub.rn.f16 level, top, level;"
         code += f"cvt.f32.f16 change, level; mul.f32 change, change, 0f4A000000; @above mov.b32 ${4 + row}, {{level, level}};"
         code += f"@above sub.f32 ${row}, ${8 + row}, change; @above ex2.approx.ftz.f32 ${2 + row}, change;"
@@ -171,16 +167,16 @@ def _byte_assembly():
 
 @gluon.jit
 def to_bytes(levels):
-    """Convert levels to e4m3 bytes. Each 16-bit half of a result word contains one byte."""
+    """Each 16-bit half of a result word contains one e4m3 byte."""
     ASSEMBLY: gl.constexpr = _byte_assembly()
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [levels], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def pack(rounded):
-    """Combine the results of `to_bytes`. Return int32 (64, keys // 16, 4), four e4m3 numbers per word.
+    """Return int32 (64, keys // 16, 4), with four e4m3 numbers per word.
 
-    The previous product P V must be complete, because it reads the old words from the same registers.
+    The previous product P V must be complete, because it reads the previous P from the same registers.
     """
     left, right = gl.split(rounded)
     code: gl.constexpr = "prmt.b32 $0, $1, $2, 0x6420;"
@@ -189,8 +185,8 @@ def pack(rounded):
 
 @gluon.jit
 def as_left_operand(words, CONFIG: gl.constexpr):
-    """View the words of `pack` as the left operand (64, keys) of P V. Loops must carry the packed words, because the unpacked
-    tensor needs four times as many registers.
+    """View the result of `pack` as the left operand (64, keys) of P V. A loop must carry the packed words, because the unpacked
+    P needs four times as many registers.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))

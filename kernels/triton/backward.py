@@ -1,8 +1,7 @@
 """The Triton backward is FlashAttention-2 (Dao 2023, algorithm 2) in two kernels. The kernels use no atomic additions, so the
 gradients are deterministic.
 
-One kernel computes dK and dV, and the other computes dQ. Both kernels recompute the probabilities p = exp(s - lse), so there
-are 7 matrix products instead of 5.
+Both kernels recompute the probabilities p = exp(s - lse), so there are 7 matrix products instead of 5.
 """
 
 import torch
@@ -70,7 +69,7 @@ def _key_gradient_kernel(
     Args:
         stats: see `_interleave`.
         query_lo, query_hi: (num_masks, Nk), the interval of queries that attend to each key.
-        dk, dv: contiguous. ADD_DK and ADD_DV state whether the kernel adds to dk and dv instead of overwriting them.
+        dk, dv: contiguous.
 
     For the other arguments, see `forward._forward_kernel`.
     """
@@ -220,7 +219,7 @@ def _interleave(lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None) -> Tensor:
-    """Compute `reference.row_delta` in one pass over memory."""
+    """Compute `reference.row_delta`."""
     rows, value_dim = out.shape[:3], out.shape[-1]
     delta = out.new_empty(rows, dtype=torch.float32)
     tile = 64

@@ -1,16 +1,15 @@
 """The Triton forward and backward share the functions of this module.
 
-A program computes one tile of rows of one head. The program loops over the tiles of columns to which its rows attend. In the
-forward and for dQ, rows are queries and columns are keys. For dK and dV, rows are keys and columns are queries. The tuple
-`loop` describes the loop:
+A program computes one tile of rows of one head, and loops over tiles of columns. Rows are queries and columns are keys, except
+in the kernel for dK and dV. The tuple `loop` describes this loop:
 
     begin                first column of tile 0 (with a block mask: the index of an entry in a list of kept blocks)
     num_masked_prefix    the first tiles, in which some rows do not attend to all columns, so that scores must be masked
     num_unmasked         the tiles after them, in which all rows attend to all columns
     num_masked           all tiles with masked scores: the prefix and those after the unmasked tiles
 
-The unmasked tiles are processed in one loop, and the masked tiles in another one. The argument MASKED selects one of the two
-loops, and i counts the tiles of this loop.
+One loop processes all unmasked tiles, and a second loop (MASKED) all masked tiles. The index i counts the tiles of one of these
+loops.
 """
 
 import math
@@ -44,8 +43,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# For each padded head dim, the following tile sizes were the fastest for fp16 and bf16 on sm_90. Kernels with 4 warps and head
-# dims below 64 have been reported to access memory out of bounds.
+# These tile sizes were the fastest for fp16 and bf16 on sm_90. With 4 warps and head dims below 64, kernels have been reported
+# to access memory out of bounds.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
@@ -74,7 +73,7 @@ def pad_dim(dim: int) -> int:
 
 @dataclass(frozen=True)
 class Config:
-    """The constants of kernels. A tile consists of `queries` queries and `keys` keys. Without a block mask, `block` is 0."""
+    """The constants of the Triton kernels. Without a block mask, `block` is 0."""
 
     num_heads: int
     group: int
@@ -97,7 +96,7 @@ def configure(
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D). If the kernels cannot use the strides, return a copy that stores heads before tokens."""
+    """Return x (B, N, H, D), or a copy that stores heads before tokens if the kernels cannot use the strides."""
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -115,7 +114,6 @@ def allocate_results(
 
 
 def allocate_gradients(q: Tensor, k: Tensor, v: Tensor, given: Accumulators, grad_dtype: torch.dtype | None) -> Gradients:
-    """Return the given accumulators, and a new tensor for each None."""
     fresh = torch.zeros_like if q.numel() == 0 or k.numel() == 0 else torch.empty_like
     like = dict(dtype=grad_dtype or q.dtype, memory_format=torch.contiguous_format)
     return tuple([fresh(y, **like) if x is None else x for x, y in zip(given, (q, k, v), strict=True)])
@@ -129,7 +127,7 @@ def dropout_arguments(dropout: Dropout | None) -> tuple:
 
 
 def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, blocks, precision, **constants):
-    """Launch a kernel of the forward or the backward with one program for each tile of each head.
+    """Launch a kernel with one program for each tile of each head.
 
     Args:
         inputs: q, k and v, and in the backward also dout, all from `as_addressable`, followed by the result of `_interleave`.
@@ -158,10 +156,10 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 
 @triton.jit
 def program_tile(num_tiles):
-    """Return (tile, head). The heads of all batch entries are numbered consecutively.
+    """Return (tile, head), where the heads of all batch entries are numbered consecutively.
 
-    Concurrent programs compute the same head, so its operands stay in the L2 cache. The tiles of the last INTERLEAVED_HEADS
-    heads are interleaved, the longest tiles first. All SMs then end at nearly the same time.
+    Programs that run at the same time compute the same head, so its operands stay in the L2 cache. The tiles of the last
+    INTERLEAVED_HEADS heads are interleaved, so that all SMs end at nearly the same time.
     """
     program, num_heads = tl.program_id(0), tl.num_programs(0) // num_tiles
     num_sequential = tl.maximum(num_heads - INTERLEAVED_HEADS, 0)
@@ -230,10 +228,7 @@ def loop_tile(loop, i, MASKED: tl.constexpr):
 
 @triton.jit
 def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Load the column of the i-th tile from the list of kept blocks. Without a block mask, return 0.
-
-    Loading each column one step early saves a stage of Triton's software pipeline.
-    """
+    """Loading each column one step early saves a stage of Triton's software pipeline."""
     if blocks is None:
         return 0
     else:

@@ -1,22 +1,20 @@
 """Split-KV decoding computes attention of a few new queries to a long cache of keys and values (Flash-Decoding, Dao et al.
 2023).
 
-A few queries are too little work for a GPU, so the keys are divided among the programs. The key tiles of all batch entries form
-one sequence. The sequence of key tiles is divided into *runs*, which are ranges of equal length. Each program computes
+The tiles of keys of all batch entries form one sequence, which is divided into *runs* of equal length. Each program computes
 attention to the keys of one run, for one key head:
 
     tiles of keys    [ entry 0                           ][ entry 1          ]
     runs             [ run 0            ][ run 1             ][ run 2        ]
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
-For each batch entry in a run, the program stores a partial state, called a *part*. For each batch entry and key head, the
-program that stores the last part merges all parts. If merging in one program would take too long, a second launch merges the
-parts. The rows of a tile are the queries of all query heads that share a key head.
+For each batch entry in its run, a program stores a partial softmax state, called a *part*. The program that stores the last
+part of a batch entry and key head merges its parts. The rows of a tile are the queries of all query heads that share a key
+head.
 
 Before the queries are ready, each program prefetches its first key tile into the L2 cache.
 
-The kernels read the intervals on the GPU, and the launches depend only on shapes. Therefore a call can be captured in a CUDA
-graph.
+The launches depend only on shapes, so a call can be captured in a CUDA graph.
 """
 
 import math
@@ -39,18 +37,17 @@ from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
 # A program of `_merge_kernel` loads up to MERGE_ELEMENTS elements of o at once.
 MERGE_ELEMENTS = 4096
-# If `_merge_kernel` has more than four programs per SM, an early start would distribute the programs of the next kernel
-# unevenly.
+# If `_merge_kernel` has more programs per SM, an early start would distribute the next kernel's programs unevenly.
 MAX_MERGE_PROGRAMS_PER_SM = 4
-# `_attend_kernel` merges the parts only if a program then loads at most MAX_MERGED_ELEMENTS elements of o.
+# To merge more than MAX_MERGED_ELEMENTS of o, a second launch is faster than one program.
 MAX_MERGED_ELEMENTS = 8192
-# With caches up to 48 MiB, launches may take longer than kernels, so use one launch instead of two.
+# With small caches, a launch may take longer than a kernel, so one launch is faster than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# GPUs with more than 4 TB/s, such as the H200, need two programs per SM or one more pipeline stage.
+# Above 4 TB/s, as on the H200, the kernel needs two programs per SM or one more pipeline stage.
 FAST_MEMORY = 4e12
-# A program processes at least 128 keys. With fewer keys per program, merging would take longer than splitting saves.
+# With fewer than 128 keys per program, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128
-# The kernels receive strides in units of 8 elements, so that Triton can generate loads of 16 bytes.
+# Strides in units of 8 elements let Triton generate loads of 16 bytes.
 STRIDE_UNIT = 8
 PREFETCH_BYTES = tl.constexpr(128)  # bytes of the L2 cache that one instruction prefetches
 INTERPRETER_SMS = 8  # for Triton's interpreter; any number gives correct results
@@ -65,7 +62,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# For each padded head dim, the following tile sizes were the fastest for fp16 and bf16 on sm_90.
+# These tile sizes were the fastest for fp16 and bf16 on sm_90.
 TILES_16_BIT = {64: Tile(64, 128, 4, 3), 128: Tile(64, 64, 4, 3), 256: Tile(32, 64, 4, 3)}
 TILE_FP32 = Tile(16, 32, 4, 2)
 
@@ -106,10 +103,10 @@ class Config:
 
 @triton.jit
 def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Return which key tiles the queries of one or several batch entries attend to.
+    """Return two ranges of key tiles to which the queries of a batch entry attend.
 
-    The first range contains the keys [0, num_sinks), which lie in the tiles [0, sink_tiles). The second range of keys starts at
-    the tile `first_tile` and ends before the key `end`.
+    The first range consists of the tiles [0, sink_tiles) with the attention sinks, the keys [0, num_sinks). The second range
+    begins with the tile `first_tile`, and ends before the key `end`.
 
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
@@ -137,10 +134,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 
 @triton.jit
 def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Divide the key tiles of all batch entries into at most `num_runs` runs of equal length.
-
-    Return (entries, tiles, length). Each batch entry has `tiles` key tiles, and each run has `length` key tiles.
-    """
+    """Return (batch entries, numbers of their key tiles, key tiles per run)."""
     entries = tl.arange(0, CONFIG.padded_batch)
     _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)
     tiles = tl.where(entries < batch, tiles, 0)
@@ -236,7 +230,7 @@ def _attend_to_tiles(
             tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
             # Load the next page number in advance, because Triton would otherwise wait for all earlier loads.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
-        # Memory bandwidth limits the kernel, so masking every tile costs no time. Rows from `end_key` on may contain NaN and
+        # Memory bandwidth limits this kernel, so masking every tile costs no time. Rows from `end_key` on may contain NaN and
         # are not read.
         operands = (
             query_tile, tile_k, tile_v, k_row * CONFIG.stride_unit, v_row * CONFIG.stride_unit, end_key, tile_lo, tile_hi,
@@ -248,9 +242,7 @@ def _attend_to_tiles(
 
 @triton.jit
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
-    """Earlier kernels may still be writing the bounds, but prefetching a wrong tile costs little time. The loads of the bounds
-    must bypass the L1 cache.
-    """
+    """An earlier kernel may still be writing the bounds, but prefetching a wrong tile costs little time."""
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
     entry = tl.minimum(_entry_of_tile(tiles, begin), batch - 1)
@@ -322,8 +314,8 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 
 @triton.jit
 def _is_last_part(counter, num_parts):
-    """Count a stored part, and return whether all parts of the batch entry are stored. After the last part, reset the counter
-    to 0. The atomic addition has release and acquire semantics, so the last program can read all parts.
+    """Count a stored part, and return whether it was the last part of its batch entry. The atomic addition has acquire and
+    release semantics, so that the last program can read all parts.
     """
     # Only one thread executes the atomic addition, so first wait until all threads have stored the part.
     tl.debug_barrier()
@@ -458,10 +450,8 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def choose_num_runs(num_sms: int, programs: int) -> int:
-    """Each run has `programs` programs.
-
-    Memory is read fastest with one program per SM. If one program per SM would leave more than a quarter of the SMs idle, plan
-    for two programs per SM.
+    """Memory is read fastest with one program per SM. If one program per SM would leave more than a quarter of the SMs idle,
+    plan for two.
     """
     num_runs = max(num_sms // programs, 1)
     return num_runs if 4 * num_runs * programs >= 3 * num_sms else max(2 * num_sms // programs, 1)
@@ -558,8 +548,8 @@ def _num_sms(device: torch.device) -> int:
 class Decoder:
     """A `Decoder` repeats decoding calls that share the cache, the query shape and the scale.
 
-    For a short cache, a call takes longer on the host than on the GPU. Therefore the constructor of `Decoder` computes
-    everything that all calls share. The last dimension of k and v must be contiguous.
+    For a short cache, the host limits the speed, so the constructor computes everything that the calls share. The last
+    dimension of k and v must be contiguous.
     """
 
     def __init__(
@@ -633,9 +623,9 @@ def decode(
     """Compute `reference.decode` in one or two launches. The host does not wait for the GPU.
 
     After one call, calls with the same shapes can be captured in a CUDA graph. Replays of the graph read the current `lo`, `hi`
-    and `sinks`. Head dims are at most 256. If the last dimension of k or v is not contiguous, the tensor is copied. Rows of the
-    cache at or beyond the largest `hi` of a batch entry are not read. The page size must be a multiple of 16. The fastest page
-    sizes are multiples of 64, or of 128 for head dims of up to 64. With `final` and `return_lse`, the result is (out, lse).
+    and `sinks`. If the last dimension of k or v is not contiguous, the tensor is copied. Cache rows at or beyond the largest
+    `hi` of a batch entry are not read. The page size must be a multiple of 16. The fastest page sizes are multiples of 64, or
+    of 128 for head dims of up to 64. With `final` and `return_lse`, the result is (out, lse).
     """
     k, v = as_addressable(k), as_addressable(v)
     return Decoder(q, k, v, lo, scale, final, sinks, page_table, return_lse)(q, lo, hi, sinks)

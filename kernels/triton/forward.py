@@ -70,7 +70,6 @@ def _forward_kernel(
     first, end, loop = load_tile(table + (entry * num_tiles + tile) * 6)
     query = load_rows(q, first, q_strides[1], end, QUERIES, CONFIG.dim, True)
     row_lo, row_hi = load_scalars(lo, first, end, QUERIES, True), load_scalars(hi, first, end, QUERIES, True)
-    # Triton generates no code for a block mask or dropout that is None.
     blocks, dropout = None, None
     if block_lists is not None:
         blocks = common.kept_blocks(block_lists, block_strides, batch, head, first // CONFIG.block, num_keys, CONFIG.block, 1)
@@ -103,7 +102,6 @@ def _forward_kernel(
         reference_max = tl.where(new_m == float("-inf"), 0.0, new_m)
         alpha, beta = tl.exp2(m - reference_max), tl.exp2(other_m - reference_max)
         m, l, o = new_m, alpha * l + beta * other_l, alpha[:, None] * o + beta[:, None] * other_o
-    # A query that attends to no key has l = 0, the output 0 / 1 = 0 and the lse -inf.
     if FINAL:
         o *= (1.0 / tl.where(l == 0.0, 1.0, l))[:, None]
         tl.store(out + index, o.to(out.dtype.element_ty), mask=mask)

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-# Triton 3.10 will not fuse products and sums by default. Every launch passes these options.
+# Triton 3.10 will not fuse products and sums by default.
 OPTIONS = {"enable_fp_fusion": True}
 _compiled: dict[tuple, CompiledKernel] = {}
 
@@ -23,9 +23,8 @@ def launch(
 ) -> None:
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
-    Triton inspects all arguments of a launch, which takes as long as a short kernel. To save this time, `launch` caches
-    compiled kernels under short keys. Unlike Triton, `launch` calls no launch hooks and does not detect tensors on another
-    device.
+    Triton inspects all arguments of a launch, which takes as long as a short kernel. Therefore `launch` finds compiled kernels
+    by a short key. Unlike Triton, `launch` calls no launch hooks and does not detect tensors on another device.
 
     Args:
         operands: tensors, TMA descriptors and None, with at least one tensor; the constants must determine the block shapes of
@@ -42,7 +41,6 @@ def launch(
             key += x.dtype, address % 16
             arguments.append(address)
         else:
-            # Triton compiles another kernel if a descriptor has another dtype, or if another operand is None.
             key.append(x and x.base.dtype)
             arguments.append(x)
     device = tensor.get_device()
@@ -59,10 +57,7 @@ def launch(
 
 
 class PreparedLaunch:
-    """Launches one kernel repeatedly, each time with other tensors of the same dtypes.
-
-    A prepared launch takes even less time than `launch`. The argument `options` contains launch options of Triton.
-    """
+    """Launch one kernel repeatedly, each time with other tensors of the same dtypes."""
 
     def __init__(
         self,
@@ -77,7 +72,7 @@ class PreparedLaunch:
         self._compiled: CompiledKernel | None = None  # compiled for addresses that are multiples of 16
 
     def __call__(self, stream: int | None, *operands: Tensor | None) -> None:
-        """Launch the kernel on the stream with this address. An operand that is None in one call must be None in all calls."""
+        """An operand that is None in one call must be None in all calls."""
         addresses = [None if x is None else x.data_ptr() for x in operands]
         address_bits = 0
         for address in addresses:
@@ -85,7 +80,7 @@ class PreparedLaunch:
         compiled = self._compiled
         if compiled is None or address_bits % 16:
             compiled = self.kernel[self.grid](*operands, *self.fixed, **self.options)
-            # Triton compiles a special kernel for addresses that are multiples of 16. Only this kernel is kept.
+            # Only the kernel for 16-byte-aligned addresses is kept.
             self._compiled = self._compiled if address_bits % 16 else compiled
             return
         compiled.run(

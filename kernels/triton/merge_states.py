@@ -43,8 +43,7 @@ def _merge_kernel(
 ):  # fmt: skip
     """In this kernel, a row is one head of one token.
 
-    If `out` is None, the kernel overwrites the base with the merged state. If `out` is a tensor, the kernel writes o / l to
-    `out` and m + log(l) to `lse`.
+    If `out` is None, the kernel overwrites the base with the merged state, and otherwise writes (out, lse).
     """
     blocks = tl.cdiv((end - start) * HEADS, ROWS)
     batch = tl.program_id(0) // blocks
@@ -78,7 +77,7 @@ def _merge_kernel(
 def merge_states(
     base: State, parts: Sequence[tuple[int, State]], dtype: torch.dtype | None = None
 ) -> State | tuple[Tensor, Tensor]:
-    """Compute `reference.merge_states` for contiguous fp32 states in one pass over memory."""
+    """Compute `reference.merge_states` for contiguous fp32 states."""
     while len(parts) > MAX_PARTS:
         base, parts = merge_states(base, parts[:MAX_PARTS]), parts[MAX_PARTS:]
     m, _, o = base
@@ -104,7 +103,7 @@ def merge_states(
 def _merge_packed_kernel(
     states, out, num_rows, RANKS: tl.constexpr, PADDED_RANKS: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr
 ):
-    """Merge the states of all ranks for one row. In this kernel, a row is one head of one token. The grid is (num_rows,)."""
+    """Merge the states of all ranks for one head of one token. The grid is (num_rows,)."""
     row, rank, columns = tl.program_id(0).to(tl.int64), tl.arange(0, PADDED_RANKS), tl.arange(0, PADDED_DIM)
     used = rank < RANKS
     o = states + rank.to(tl.int64) * num_rows * (DIM + 2)
@@ -121,7 +120,7 @@ def _merge_packed_kernel(
 
 
 def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Compute `reference.merge_packed` for fp32 states in one launch."""
+    """Compute `reference.merge_packed` for fp32 states."""
     out = states.new_empty(shape, dtype=dtype)
     if out.numel() > 0:
         num_rows, dim = shape[:3].numel(), shape[3]

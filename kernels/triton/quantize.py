@@ -1,9 +1,7 @@
-"""Convert q, k and v to the FP8 format of `ringattn.kernels.fp8` in a single launch. Each program converts one block of 128
-tokens of one head.
+"""Convert q, k and v to the FP8 format of `ringattn.kernels.fp8` in a single launch.
 
-The Triton kernel adds the terms of the rotation in another order than PyTorch. Therefore a result may be rounded to the next
-larger or smaller e4m3 number. If the largest element of a block is close to 448 times a power of two, the scale may differ from
-PyTorch's.
+The rotation adds terms in another order than in PyTorch, so a result may be rounded to a neighbouring e4m3 number. If the
+largest element of a block is close to 448 times a power of two, the scale may also differ.
 """
 
 import torch
@@ -23,10 +21,9 @@ NUM_WARPS = {64: 4, 128: 4, 256: 8}
 # With 16-bit inputs and 168 registers per thread, an SM runs three programs instead of two.
 MAX_REGISTERS = {128: 168}
 
-# Each Hadamard matrix has PART rows. Larger matrices would need more shared memory and L2 bandwidth.
+# With larger Hadamard matrices, the kernel would need more shared memory and L2 bandwidth.
 PART = 64
 
-# For exponents up to 126, the scale and its inverse are normal fp32 numbers.
 MAX_EXPONENT = tl.constexpr(126)
 
 
@@ -34,8 +31,8 @@ MAX_EXPONENT = tl.constexpr(126)
 def _scales(largest):
     """The argument `largest` is the largest magnitude of a finite element."""
     bits = largest.to(tl.int32, bitcast=True)
-    # 448 is 2**8 * 1.75. If the largest element is 2**e * x with 1 <= x < 2, the scale is 2**(e - 8). If x exceeds 1.75, the
-    # scale is 2**(e - 7). The 23 mantissa bits of 1.75 are 0x600000.
+    # The scale of 448 = 2**8 * 1.75 is 1. The scale of 2**e * x with 1 <= x < 2 is 2**(e - 8), or 2**(e - 7) if x exceeds 1.75.
+    # The 23 mantissa bits of 1.75 are 0x600000.
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     exponent = tl.where(largest == 0.0, 0, tl.minimum(tl.maximum(exponent, -MAX_EXPONENT), MAX_EXPONENT))
     return ((127 + exponent) << 23).to(tl.float32, bitcast=True), ((127 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -72,7 +69,7 @@ def _rotated_part(x, matrices, INDEX: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _rotated_parts(x, matrices, DIM: tl.constexpr, PART: tl.constexpr):
-    """Return the rotated tile times sqrt(DIM), in parts of PART columns each."""
+    """Return the rotated rows times sqrt(DIM), in slices of PART columns."""
     # The Hadamard matrix of twice the size is [[H, H], [H, -H]].
     if DIM == PART:
         return (_rotated_part(x, matrices, 0, PART),)
@@ -96,9 +93,7 @@ def _pointers(x, strides, batch, tokens, head):
 def _quantize_rows(
     x, out, scales, strides, position, num_tokens, heads, matrices, FACTOR: tl.constexpr, DIM: tl.constexpr, PART: tl.constexpr
 ):  # fmt: skip
-    """The argument `position` is (batch entry, block, head), and `strides` leaves out the last stride of x. FACTOR is 1 /
-    sqrt(DIM).
-    """
+    """The argument `position` is (batch entry, block, head)."""
     batch, block, head = position
     tokens = block * BLOCK + tl.arange(0, BLOCK)
     mask = (tokens < num_tokens)[:, None]
@@ -165,7 +160,7 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one rotation matrix per part of a row. Each matrix is a Hadamard matrix times random signs."""
+    """Return one Hadamard matrix times random signs for every PART columns."""
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])

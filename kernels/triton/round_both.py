@@ -1,7 +1,7 @@
 """Round a matrix to FP8, and write it together with its transpose.
 
-FP8 matrix products on GPUs read both operands along the dimension over which they sum. The products of a forward and a backward
-pass sum over different dimensions of the same matrix, and therefore need it in both orders.
+On GPUs, an FP8 matrix product reads both operands along the dimension over which it sums. A forward and a backward sum over
+different dimensions of a matrix, so both orders are needed.
 """
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ringattn.kernels.triton.launcher import launch
 
-# On an H200, programs of eight warps with 128 columns have the same speed.
 ROWS, COLUMNS = 128, 64
 
 # The length of a transposed row is a multiple of 16 elements, as `torch._scaled_mm` requires.
@@ -32,8 +31,7 @@ def _kernel(
     factor = tl.load(scale)
     result = (tile.to(tl.float32) * factor).to(rounded.dtype.element_ty)
     tl.store(rounded + rows[:, None] * WIDTH + columns[None, :], result, mask=inside)
-    # The columns of `transposed` after the last row of x become 0. Triton 3.6 wrote wrong results when it transposed numbers
-    # of 8 bits, so the 16-bit tile is transposed.
+    # Triton 3.6 transposes 8-bit numbers incorrectly, so the 16-bit tile is transposed.
     inside = (columns < WIDTH)[:, None] & (rows < padded)[None, :]
     result = (tl.trans(tile).to(tl.float32) * factor).to(rounded.dtype.element_ty)
     tl.store(transposed + columns[:, None] * padded + rows[None, :], result, mask=inside)
@@ -44,7 +42,7 @@ def round_both(x: Tensor, scale: Tensor, rounded: Tensor, transposed: Tensor) ->
 
     Args:
         x: fp16 or bf16 (M, N), contiguous.
-        scale: a scalar in fp32. Products with it must not exceed the largest number of the format.
+        scale: a scalar in fp32; scale * x must not exceed the largest number of the format.
         rounded: (M, N), receives the result.
         transposed: (N, P), receives its transpose. P is M rounded up to a multiple of 16, and the padding becomes 0.
     """

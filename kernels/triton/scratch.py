@@ -14,21 +14,17 @@ Key = tuple[int, int]  # the index of a GPU and the address of one of its stream
 
 
 class Scratch(NamedTuple):
-    """Scratch memory of one call. The fp32 numbers are uninitialised. The int32 counters are zeros, and the kernels must set
-    them to 0 again.
-    """
+    """The fp32 numbers are uninitialised. The int32 counters are zeros, and the kernels must set them to 0 again."""
 
     numbers: Tensor
     counters: Tensor | None
 
 
 class ScratchPool:
-    """A `ScratchPool` provides scratch memory for kernels that write and read the memory on one stream. The pool keeps at most
-    one `Scratch` object per stream.
+    """A `ScratchPool` provides scratch memory for kernels that write and read the memory on one stream.
 
-    Each call reuses the scratch memory of its stream. If another thread is using this memory, the call allocates new memory. A
-    call returns its scratch memory to the pool after it has launched its kernels. During the capture of a CUDA graph, a call
-    always receives new memory, because the graph may be replayed on any stream.
+    Each call reuses the scratch memory of its stream, or allocates new memory if another thread is using it. During the capture
+    of a CUDA graph, a call always receives new memory, because the graph may be replayed on any stream.
     """
 
     def __init__(self) -> None:
@@ -36,9 +32,7 @@ class ScratchPool:
         self._chunks = CounterChunks()
 
     def take(self, size: int, num_counters: int, like: Tensor, stream: int | None) -> tuple[Key | None, Scratch]:
-        """Return a key for `give_back`, and scratch memory with `size` numbers and `num_counters` counters. The argument
-        `stream` is the address of the current stream, or None on a CPU.
-        """
+        """The argument `stream` is the address of the current stream, or None on a CPU."""
         if stream is None:
             counters = like.new_zeros(num_counters, dtype=torch.int32) if num_counters else None
             return None, Scratch(like.new_empty(size, dtype=torch.float32), counters)

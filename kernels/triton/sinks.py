@@ -1,6 +1,4 @@
-"""Add learned attention sinks to the results of attention. The forward kernel and the backward kernel read and write each
-element once.
-"""
+"""Add learned attention sinks to the results of attention."""
 
 import torch
 import triton
@@ -14,7 +12,7 @@ ELEMENTS = 4096  # elements of `out` per program
 
 @triton.jit
 def _keys_share(lse, sink):
-    """Return the softmax probability of all keys together, which is 1 minus the probability of the sink."""
+    """Return 1 minus the softmax probability of the sink."""
     return 1 / (1 + tl.exp(sink - lse))
 
 
