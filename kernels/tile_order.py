@@ -13,8 +13,8 @@ Under a causal mask without documents, neighbouring head groups alternate in dir
 import torch
 from torch import Tensor
 
-# If more heads are computed at a time, programs with neighbouring keys wait less for each other. If fewer heads are computed at
-# a time, their operands and dq stay in the L2 cache.
+# The more heads are computed at a time, the less two programs with neighbouring keys wait. If fewer heads are computed at a
+# time, their operands and dq stay in the L2 cache.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 

@@ -203,7 +203,7 @@ class Ring:
 
     def can_capture(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
         """Return whether a CUDA graph may replay a pass. The pass must be short, and the same in all calls."""
-        # The dropout seed and the tables of a plan with `is_fixed` may change between calls.
+        # The dropout seed may change between calls. If `plan.is_fixed`, its tables may change, too.
         if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
             return False
         flops = 2 * q.shape[0] * q.shape[2] * (q.shape[3] + v.shape[3]) * self.plan.pairs / self.plan.layout.ranks

@@ -232,7 +232,7 @@ def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
     """
     counts = consumed, consumed + run.sequences_per_step
     if isinstance(run.data, StreamDataset):
-        # Every data-parallel rank reports its own readers. Ranks other than rank 0 show only warnings.
+        # Every data-parallel rank reports the readers of its own data. Ranks other than rank 0 show only warnings.
         if run.mesh.sequence.get_local_rank() == 0:
             report_stream(run.data, step, *map(run.loader.positions, counts))
         return {}

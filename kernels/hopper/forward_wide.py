@@ -139,7 +139,7 @@ def _issue_output(p, o, buffers, full, position, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
-    """Issue the products of a step, and wait for S. Return (S, O, stage of V, next position).
+    """Issue both products of a step, and wait for the scores S. Return (S, O, stage of V, next position).
 
     With CONFIG.overlap, the caller must wait for O = P V, and then release the buffer of V.
     """

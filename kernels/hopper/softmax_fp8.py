@@ -19,7 +19,7 @@ numbers:
 In fp16, the bits of n * 2^-24 are the integer n, for n up to 2048. Converting x * 2^-24 from fp32 to fp16 therefore rounds x to
 an integer. One instruction converts two numbers, and replaces negative numbers by 0.
 
-The first reference max is set in fp32, because levels relative to UNSET_REF_MAX would overflow fp16.
+Levels relative to UNSET_REF_MAX would overflow fp16. The first reference max is therefore set in fp32.
 """
 
 from triton.experimental import gluon

@@ -170,8 +170,8 @@ def _table(columns: int, rows: Sequence[tuple[int, ...]]) -> np.ndarray:
 def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the rounds of a direct schedule. In each round, a rank computes with the block of at most one other rank.
 
-    In round s, rank r computes with the block of rank r XOR s, or of rank (r - s) modulo P. The variant with fewer rounds is
-    used.
+    There are two candidates. In round s, rank r computes with the block of rank r XOR s in the first, and with the block of
+    rank (r - s) modulo P in the second. The candidate with fewer rounds is used.
 
     Args:
         needed: needed[owner][rank] says whether the rank needs rows of the owner's block.

@@ -406,5 +406,5 @@ def fixed_entries(family: Family) -> dict[str, Any]:
 
 
 def weight_name(name: str, family: Family) -> str:
-    """Return Hugging Face's name of our module or weight `name`. The argument `name` does not begin with "blocks.N"."""
+    """Translate a name of a module or a weight into Hugging Face's name. `name` does not begin with "blocks.N"."""
     return family.names.get(name, NAMES.get(name, name))

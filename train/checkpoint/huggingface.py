@@ -84,7 +84,7 @@ def family_of(path: Path) -> Family:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the model in a folder, with ModelConfig's names.
+    """Read config.json, and return the values of the fields of ModelConfig.
 
     If there is no `rope_factor`, the result lacks `rope_trained_len` and `rope_scaling`. If the weights contradict
     `tie_word_embeddings`, the weights take precedence.

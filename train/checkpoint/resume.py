@@ -174,7 +174,7 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
 
 
 def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], config: Config) -> None:
-    """Check that the run has the corpus of the checkpoint, and that the saved position is valid.
+    """Check that the run reads the same text as the checkpoint, and that the saved position is valid.
 
     `current` is the fingerprint of the run's corpus. Other arguments as in `apply_saved_settings`.
 

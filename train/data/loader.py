@@ -141,7 +141,7 @@ class Loader:
         self._positions = dict[int, Positions | None]()
 
     def begin(self, preparation: Preparation) -> None:
-        """Call this method before `get`. Everything that was prepared for an earlier `preparation` is dropped."""
+        """Call this method before `get`. It drops all steps that were prepared before."""
         self._preparation = preparation
         self._positions.clear()
 

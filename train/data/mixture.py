@@ -1,7 +1,7 @@
 """Mix the sequences of several sources, so that each source has a given share of the tokens.
 
 Each sequence comes from one source. Sequence j of a source with the share w has the position (j + 1/2) / w in the mixture. The
-mixture contains all sequences in the order of their positions (Sainte-Laguë method). After any number of sequences, each source
+mixture is sorted by these positions (Sainte-Laguë method). After any number of sequences, each source
 has provided its share, up to a few sequences. The index of a sequence determines its source. A checkpoint therefore only needs
 the number of consumed sequences.
 """

@@ -228,8 +228,8 @@ def _folder_of(config: DataConfig) -> Callable[[str], str]:
 
 
 def _joined(folder: str, members: list[str], config: DataConfig) -> Iterator[Entry]:
-    """Yield an error for each faulty file of a folder. Then yield one document of all other files. In this document, a line
-    with its name precedes each file.
+    """Yield an error for each faulty file of a folder. Then yield one document that contains all other files. In this
+    document, a line with its name precedes each file.
     """
     read: Any = _read_library_file if config.source == "stdlib" else _read_text
     texts, size = list[str](), 0
