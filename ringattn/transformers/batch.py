@@ -38,9 +38,11 @@ class RingBatch:
         group: Group | None,
         last_position: Tensor | None = None,
         counts_padding: bool = False,
+        padding: Tensor | None = None,
     ) -> None:
         self.layout, self.documents, self.group, self.last_position = layout, documents, group, last_position
         self.counts_padding = counts_padding  # in the positions of tokens after padding
+        self.padding = padding  # bool (B, N): the tokens that attend to nothing; None if they have no labels
         self._masks: dict[int | None, Mask] = {}
 
     @property
@@ -57,7 +59,8 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
     """Return the arguments of `model(...)` for this rank's tokens of a batch.
 
     A document begins where `position_ids` jump, at each entry of `cu_seq_lens_q`, and before and after padding. Padding on the
-    left or on the right is a document of its own, without labels.
+    left or on the right is a document of its own. If the first token after padding has a label, padding predicts it, and
+    attends to nothing, as with SDPA in transformers.
 
     Args:
         batch: the same on all ranks. One entry is input_ids (B, S) or inputs_embeds (B, S, dim). Optional entries are
@@ -100,7 +103,9 @@ def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: i
         count = batch.get("num_items_in_batch")
         arguments["num_items_in_batch"] = ((labels != IGNORE).sum().clamp(min=1) if count is None else count) / ranks
     arguments |= {name: batch[name] for name in FLAGS if name in batch}
-    ring_batch = RingBatch(layout, documents_of(batch), group, positions.max(), counts_padding)
+    is_predicting = labels is not None and bool(((labels != IGNORE) & (mask == 0)).any())
+    padding = arguments["attention_mask"] == 0 if is_predicting else None
+    ring_batch = RingBatch(layout, documents_of(batch), group, positions.max(), counts_padding, padding)
     return arguments | {"use_cache": False, "ring_batch": ring_batch}
 
 
@@ -152,16 +157,19 @@ def next_labels(batch: Mapping[str, Any]) -> Tensor | None:
     labels, shifted, mask = (batch.get(name) for name in ("labels", "shift_labels", "attention_mask"))
     if labels is None and shifted is None:
         return None
-    padding = None if mask is None else mask == 0
     name, given = ("labels", labels) if shifted is None else ("shift_labels", shifted)
     assert given is not None
-    if padding is not None and ((given != IGNORE) & padding).any():
-        raise ValueError(f"{name} of padding must be {IGNORE}")
+    if mask is not None:
+        padding = mask == 0
+        if shifted is not None:  # padding may predict the first token
+            padding[:, :-1] &= padding[:, 1:].clone()
+        if ((given != IGNORE) & padding).any():
+            raise ValueError(f"{name} of padding must be {IGNORE}")
     if shifted is not None:
         return shifted
     shifted = given.roll(-1, dims=1)
     shifted[:, -1] = IGNORE
-    return shifted if padding is None else shifted.masked_fill(padding, IGNORE)
+    return shifted
 
 
 def documents_of(batch: Mapping[str, Any]) -> list[list[int]] | None:

@@ -12,7 +12,9 @@ SIZES = dict(vocab_size=128, hidden_size=32, intermediate_size=64, num_attention
 VOCAB = 128
 
 
-def new_model(kind: str = "qwen3", std: float = 0.2, dtype: torch.dtype = torch.float32, **settings: object) -> torch.nn.Module:
+def new_model(
+    kind: str = "qwen3", std: float = 0.2, dtype: torch.dtype = torch.float32, attention: str = "eager", **settings: object
+) -> torch.nn.Module:
     """Return a model of two layers, with random weights that are large enough for attention to matter."""
     import transformers
 
@@ -20,7 +22,7 @@ def new_model(kind: str = "qwen3", std: float = 0.2, dtype: torch.dtype = torch.
     settings = SIZES | dict(num_hidden_layers=2) | settings
     config = transformers.AutoConfig.for_model(kind, **settings, pad_token_id=0, eos_token_id=1, bos_token_id=1)
     config.use_cache = False  # with a cache, transformers ignores positions that restart
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=std)
     return model.to(dtype)
@@ -63,7 +65,7 @@ def packed_rows(num_rows: int, lengths: tuple[int, ...] = (23, 1, 30, 9)) -> lis
 
 
 def padded_rows(num_rows: int, side: str, length: int = 45) -> list[dict]:
-    """Rows with padding on one side."""
+    """Rows with padding on one side. As in collators of transformers, padding on the left predicts the first token."""
     rows = []
     for i in range(num_rows):
         count = length - (7 * i) % 30
@@ -71,8 +73,6 @@ def padded_rows(num_rows: int, side: str, length: int = 45) -> list[dict]:
         own = slice(length - count, None) if side == "left" else slice(count)
         mask[own] = 1
         labels = torch.where(mask == 1, tokens, -100)
-        if side == "left":
-            labels[length - count] = -100  # its prediction would come from padding
         rows.append({"input_ids": tokens * mask, "attention_mask": mask, "labels": labels})
     return rows
 

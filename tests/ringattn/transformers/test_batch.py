@@ -56,14 +56,19 @@ def test_labels_are_shifted_before_they_are_sharded() -> None:
 
 
 def test_padding_has_no_labels() -> None:
-    """The token before the first token is padding on the left, and cannot predict it."""
+    """As in transformers, the last token of the padding on the left predicts the first token."""
     mask, labels = [[0, 0, 1, 1, 1, 0]] * 2, [[IGNORE, IGNORE, 4, 5, 6, IGNORE]] * 2
-    found = next_labels(batch(attention_mask=mask, labels=labels))
-    assert found is not None
-    assert found.tolist() == [[IGNORE, IGNORE, 5, 6, IGNORE, IGNORE]] * 2
+    expected = [[IGNORE, 4, 5, 6, IGNORE, IGNORE]] * 2
+    for given in (dict(labels=labels), dict(shift_labels=expected)):
+        found = next_labels(batch(attention_mask=mask, **given))
+        assert found is not None
+        assert found.tolist() == expected
     for name in ("labels", "shift_labels"):
         with pytest.raises(ValueError, match=f"{name} of padding must be -100"):
             next_labels(batch(attention_mask=mask) | {name: TOKENS})
+    for i in (0, 5):  # padding does not predict padding
+        with pytest.raises(ValueError, match="shift_labels of padding must be -100"):
+            next_labels(batch(attention_mask=mask, shift_labels=[[IGNORE] * i + [4] + [IGNORE] * (5 - i)] * 2))
 
 
 def test_arguments_in_one_process() -> None:

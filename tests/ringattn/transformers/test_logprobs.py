@@ -21,20 +21,30 @@ def shard_parameters(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
+def mask_of_documents(batch: dict) -> torch.Tensor:
+    """Return which keys each query sees, bool (B, 1, S, S). Padding sees no key."""
+    document = (batch["position_ids"].diff(dim=1, prepend=batch["position_ids"][:, :1] - 1) != 1).cumsum(1)
+    is_same = document[:, None, :, None] == document[:, None, None, :]
+    return (is_same & (batch["attention_mask"] == 1)[:, None, None, :]).tril()
+
+
 def compare(
     batch: dict, mesh: DeviceMesh | None, chunk: int | None, is_sharded: bool = False, kind: str = "qwen3", **settings: object
 ) -> None:
     """Compare with transformers in one process, in float64, for a loss that depends on every token."""
     from ringattn.transformers import put_on_ring, token_logprobs
 
-    model = new_model(kind, dtype=torch.float64, **settings)
+    model = new_model(kind, dtype=torch.float64, attention="sdpa", **settings)
     reference = copy.deepcopy(model)
     put_on_ring(model, mesh)
     if is_sharded:
         shard_parameters(model, mesh)
     found = token_logprobs(model, batch, chunk)
     tokens = batch["input_ids"]
-    logits = reference(**{name: value for name, value in batch.items() if name != "labels"}, use_cache=False).logits
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    if {"attention_mask", "position_ids"} <= batch.keys():
+        inputs["attention_mask"] = mask_of_documents(batch)  # transformers would ignore the documents
+    logits = reference(**inputs, use_cache=False).logits
     labels = batch.get("labels", tokens)[:, 1:]
     logprobs = logits[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     expected = torch.nn.functional.pad(logprobs.masked_fill(labels == -100, 0), (0, 1))
@@ -56,10 +66,16 @@ def batches() -> dict[str, dict]:
     def collate(rows: list[dict]) -> dict:
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
+    left, packed = collate(padded_rows(3, "left")), collate(packed_rows(2))
+    mask = (torch.arange(63) >= 10).long().expand(2, -1)
+    tokens = packed["input_ids"]
     return {
         "whole": {"input_ids": random_tokens(2, 37)},
-        "packed": collate(packed_rows(2)),
+        "packed": packed,
         "padded": collate(padded_rows(3, "right")),
+        "padded on the left": left,
+        # Padding predicts the first token, and a document begins after 23 tokens.
+        "packed and padded": {**packed, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)},
     }
 
 
