@@ -4,7 +4,7 @@
 numbers that Trainer counts or gathers over all ranks. The mean loss equals the loss of Trainer in one process.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,7 @@ class RingMixin(Base):
         self.ring_size = 1 if self.ring_mesh is None else self.ring_mesh.size()
         trainer: Any = self
         trainer.accelerator.prepare_data_loader = self._prepare_loader
+        trainer.accelerator.prepare_model = partial(_prepare_model, trainer.accelerator.prepare_model)
         trainer.accelerator.gather_for_metrics = trainer.gather_function = self._gather_over_rings
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,6 +173,17 @@ def check_trainer(trainer: RingMixin) -> None:
     }
     if found := [name for name, is_given in unsupported.items() if is_given]:
         raise ValueError(f"{type(trainer).__name__} does not support {', '.join(found)} on a ring")
+
+
+def _prepare_model(prepare: Callable[..., Any], model: Any, *args: Any, evaluation_mode: bool = False, **options: Any) -> Any:
+    """Prepare a model, and let training after an evaluation prepare it again.
+
+    Accelerate would not wrap the model by DDP after an evaluation, so the ranks would not average gradients.
+    """
+    prepared = prepare(model, *args, evaluation_mode=evaluation_mode, **options)
+    if evaluation_mode:
+        prepared._is_accelerate_prepared = False
+    return prepared
 
 
 def _create_mesh(ring_size: int | None, ranks: int, device: torch.device) -> DeviceMesh | None:

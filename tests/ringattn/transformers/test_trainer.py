@@ -236,6 +236,31 @@ def test_the_last_batch_of_an_evaluation(ranks: RankPool, tmp_path: Path) -> Non
     ranks.run(check_last_batch, tmp_path)
 
 
+def check_evaluation_before_training(folder: Path) -> None:
+    """Also a second training averages the gradients of all ranks."""
+    from transformers import Trainer
+
+    from ringattn.transformers import RingTrainer
+
+    prepare_rank()
+    rows, results = packed_rows(8), []
+    for base, size, options in ((Trainer, 4, {}), (RingTrainer, 4, {}), (RingTrainer, 2, dict(ring_size=1))):
+        with one_process() if base is Trainer else nullcontext():
+            args = training_arguments(folder, per_device_train_batch_size=size, max_steps=3)
+            trainer = base(model=new_model(), args=args, train_dataset=rows, eval_dataset=rows[:4], **options)
+            trainer.evaluate()
+            trainer.train()
+            trainer.predict(rows[:4])
+            trainer.train()
+            results.append((losses_of(trainer), [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]))
+    for found in results[1:]:
+        np.testing.assert_allclose(found, results[0], rtol=1e-4)
+
+
+def test_evaluation_before_training(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(check_evaluation_before_training, tmp_path)
+
+
 def check_fsdp(folder: Path) -> None:
     """accelerate uses FSDP2 only on GPUs. On a CPU, its state must be changed."""
     from accelerate.state import AcceleratorState, DistributedType
