@@ -31,18 +31,13 @@ class RingBatch:
     `RingBatch` must not be a dataclass, because FSDP copies dataclasses.
     """
 
+    padding: Tensor | None = None  # bool (B, N): the tokens that attend to nothing; None if they have no labels
+
     def __init__(
-        self,
-        layout: Layout,
-        documents: list[list[int]] | None,
-        group: Group | None,
-        last_position: Tensor | None = None,
-        counts_padding: bool = False,
-        padding: Tensor | None = None,
+        self, layout: Layout, documents: list[list[int]] | None, group: Group | None, last: Tensor, counts_padding: bool
     ) -> None:
-        self.layout, self.documents, self.group, self.last_position = layout, documents, group, last_position
+        self.layout, self.documents, self.group, self.last_position = layout, documents, group, last
         self.counts_padding = counts_padding  # in the positions of tokens after padding
-        self.padding = padding  # bool (B, N): the tokens that attend to nothing; None if they have no labels
         self._masks: dict[int | None, Mask] = {}
 
     @property
@@ -103,9 +98,9 @@ def shard_for(batch: Mapping[str, Any], group: Group | None, rank: int, ranks: i
         count = batch.get("num_items_in_batch")
         arguments["num_items_in_batch"] = ((labels != IGNORE).sum().clamp(min=1) if count is None else count) / ranks
     arguments |= {name: batch[name] for name in FLAGS if name in batch}
-    is_predicting = labels is not None and bool(((labels != IGNORE) & (mask == 0)).any())
-    padding = arguments["attention_mask"] == 0 if is_predicting else None
-    ring_batch = RingBatch(layout, documents_of(batch), group, positions.max(), counts_padding, padding)
+    ring_batch = RingBatch(layout, documents_of(batch), group, positions.max(), counts_padding)
+    if labels is not None and ((labels != IGNORE) & (mask == 0)).any():
+        ring_batch.padding = arguments["attention_mask"] == 0
     return arguments | {"use_cache": False, "ring_batch": ring_batch}
 
 
@@ -155,20 +150,17 @@ def _check(batch: Mapping[str, Any]) -> None:
 def next_labels(batch: Mapping[str, Any]) -> Tensor | None:
     """Return the label of every token, int64 (B, S): the next token, or IGNORE. Return None if the batch has no labels."""
     labels, shifted, mask = (batch.get(name) for name in ("labels", "shift_labels", "attention_mask"))
-    if labels is None and shifted is None:
-        return None
-    name, given = ("labels", labels) if shifted is None else ("shift_labels", shifted)
-    assert given is not None
+    name = "labels" if shifted is None else "shift_labels"
+    if shifted is None:
+        if labels is None:
+            return None
+        shifted = labels.roll(-1, dims=1)
+        shifted[:, -1] = IGNORE
     if mask is not None:
         padding = mask == 0
-        if shifted is not None:  # padding may predict the first token
-            padding[:, :-1] &= padding[:, 1:].clone()
-        if ((given != IGNORE) & padding).any():
+        padding[:, :-1] &= padding[:, 1:].clone()  # padding may predict the first token
+        if ((shifted != IGNORE) & padding).any():
             raise ValueError(f"{name} of padding must be {IGNORE}")
-    if shifted is not None:
-        return shifted
-    shifted = given.roll(-1, dims=1)
-    shifted[:, -1] = IGNORE
     return shifted
 
 

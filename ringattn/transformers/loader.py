@@ -1,19 +1,25 @@
 """Prepare data loaders of accelerate so that the ranks of a ring receive the same batches."""
 
-from collections.abc import Iterator
-from typing import Any
+import copy
+from collections import namedtuple
+from collections.abc import Callable, Generator, Iterator
+from functools import partial
+from itertools import chain, cycle, islice
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.data_loader import get_sampler, prepare_data_loader
+from accelerate.data_loader import IterableDatasetShard, get_sampler, prepare_data_loader
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from ringattn.transformers.batch import ring_of, shard_batch
+from ringattn.transformers.batch import IGNORE, inputs_of, next_labels, ring_of, shard_batch
 
 
 class RingLoader:
     """A `RingLoader` applies `shard_batch` to each batch of a data loader, and yields the arguments of `model(...)`.
+
+    The average of all ranks' losses is the mean over the labels of all rings. Rows that fill the last batch have no labels.
 
     Args:
         loader: yields whole batches; not an output of `accelerator.prepare`.
@@ -21,10 +27,16 @@ class RingLoader:
     """
 
     def __init__(self, loader: DataLoader[Any], mesh: DeviceMesh | None, accelerator: Accelerator) -> None:
-        self.mesh, self.loader = mesh, prepare_loader(loader, ring_of(mesh)[2], accelerator)
+        self.mesh, self.accelerator, self.ring_size = mesh, accelerator, ring_of(mesh)[2]
+        self.loader = prepare_loader(loader, self.ring_size, accelerator)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (shard_batch(batch, self.mesh) for batch in self.loader)
+        for batch in self.loader:
+            batch = ignore_repeated_rows(batch, self.ring_size, self.accelerator)
+            if (labels := next_labels(batch)) is not None and self.accelerator.num_processes > self.ring_size:
+                count = self.accelerator.reduce((labels != IGNORE).sum().float(), "mean").clamp(min=1)
+                batch = {"num_items_in_batch": count, **batch}
+            yield shard_batch(batch, self.mesh)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -35,6 +47,14 @@ def prepare_loader(loader: DataLoader[Any], ring_size: int, accelerator: Acceler
     if accelerator.dispatch_batches:
         raise ValueError("dispatch_batches=True gives every rank other batches: a ring requires dispatch_batches=False")
     config, rng_types = accelerator.dataloader_config, list(accelerator.rng_types or ())
+    rings, ring = accelerator.num_processes // ring_size, accelerator.process_index // ring_size
+    if isinstance(loader.dataset, IterableDataset) and rings > 1:
+        size = cast("Any", loader.batch_size) // (rings if config.split_batches else 1)
+        every: Any = IterableDatasetShard(loader.dataset)
+        rows = RowsOfRing(every, size, loader.drop_last, rings, ring)
+        loader, collate = copy.copy(loader), partial(collate_rows, loader.collate_fn, ring * size)
+        vars(loader).update(dataset=rows, batch_size=size, collate_fn=collate)
+        rings, ring = 1, 0
     sampler: Any = get_sampler(loader)
     if getattr(sampler, "generator", ...) is None:
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
@@ -42,8 +62,8 @@ def prepare_loader(loader: DataLoader[Any], ring_size: int, accelerator: Acceler
     prepared: Any = prepare_data_loader(
         loader,
         accelerator.device,
-        num_processes=accelerator.num_processes // ring_size,
-        process_index=accelerator.process_index // ring_size,
+        num_processes=rings,
+        process_index=ring,
         split_batches=config.split_batches,
         put_on_device=accelerator.device_placement,
         rng_types=rng_types.copy(),
@@ -59,3 +79,58 @@ def prepare_loader(loader: DataLoader[Any], ring_size: int, accelerator: Acceler
         prepared.synchronized_generator, prepared.rng_types = sampler.generator, rng_types
     accelerator._dataloaders.append(prepared)
     return prepared
+
+
+# A row of a batch for which only `rest` rows are new in all rings
+Filled = namedtuple("Filled", "row rest")
+
+
+class RowsOfRing(IterableDatasetShard):
+    """Yields the rows of a ring, and fills the last batch of all rings with the first rows."""
+
+    def __iter__(self) -> Generator[Any]:
+        total, start = self.num_processes * self.batch_size, self.process_index * self.batch_size
+        every, first = iter(self.dataset), list[Any]()
+        while (rest := len(rows := list(islice(every, total)))) and not (self.drop_last and rest < total):
+            first = first or rows
+            if rest < total:
+                rows = [Filled(row, rest) for row in islice(chain(rows, cycle(first)), total)]
+            yield from rows[start : start + self.batch_size]
+
+
+def collate_rows(collate: Callable[[list[Any]], Any], start: int, rows: list[Any]) -> Any:
+    """Collate the rows of a ring, whose first row has the number `start` in the batch of all rings.
+
+    The entry "rest" of an incomplete batch is the number of new rows.
+    """
+    if not isinstance(rows[0], Filled):
+        return collate(rows)
+    batch, rest = collate([row for row, _ in rows]), rows[0].rest
+    if rest > start and len(inputs_of(batch)) != len(rows):
+        batch = collate([row for row, _ in rows[: rest - start]])  # joins rows, so no label of the others may be present
+    return {**batch, "rest": rest}
+
+
+def ignore_repeated_rows(batch: dict[str, Any], ring_size: int, accelerator: Accelerator) -> dict[str, Any]:
+    """Remove the labels of repeated rows, with which accelerate fills the last batch of every ring.
+
+    The attribute `rest` of the loader becomes the number of new rows, or 0 if all are new. Raise ValueError if the collator has
+    joined rows, so that repeated rows cannot be removed.
+    """
+    state: Any = accelerator.gradient_state
+    loader, rings = state.active_dataloader, accelerator.num_processes // ring_size
+    rows = len(inputs_of(batch))
+    if isinstance(loader.dataset, RowsOfRing):
+        loader.rest, rows = batch.get("rest", 0), loader.dataset.batch_size
+        batch = {name: value for name, value in batch.items() if name != "rest"}
+    elif state.remainder > 0 and rings > 1 and rows * rings != loader.total_batch_size:
+        raise ValueError(f"the collator joins rows: use drop_last=True, or a multiple of {loader.total_batch_size} rows")
+    else:
+        last = rows if state.remainder == -1 and rings == 1 else state.remainder  # -1: a data set without a length
+        loader.rest = max(0, last) if state.end_of_dataloader else 0
+    if not loader.rest or rings == 1:
+        return batch
+    first = accelerator.process_index // ring_size * rows
+    is_repeated = torch.arange(len(inputs_of(batch)), device=accelerator.device)[:, None] >= loader.rest - first
+    present = [name for name in ("labels", "shift_labels") if batch.get(name) is not None]
+    return {**batch, **{name: batch[name].masked_fill(is_repeated.to(batch[name].device), IGNORE) for name in present}}

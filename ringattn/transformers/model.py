@@ -76,7 +76,7 @@ def share_last_position(model: PreTrainedModel) -> None:
 
     def read(_: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         batch = keywords.get("ring_batch")
-        last[:] = [] if batch is None or batch.last_position is None else [batch.last_position]
+        last[:] = [] if batch is None else [batch.last_position]
 
     def append(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
         x, *given = arguments

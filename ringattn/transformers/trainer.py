@@ -4,7 +4,7 @@
 numbers that Trainer counts or gathers over all ranks. The mean loss equals the loss of Trainer in one process.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from ringattn.layout import Layout
-from ringattn.transformers.batch import IGNORE, inputs_of, layout_of, next_labels, ring_of, shard_batch
-from ringattn.transformers.loader import prepare_loader
+from ringattn.transformers.batch import layout_of, next_labels, ring_of, shard_batch
+from ringattn.transformers.loader import ignore_repeated_rows, prepare_loader
 from ringattn.transformers.model import put_on_ring
 
 Base = Trainer if TYPE_CHECKING else object
@@ -82,7 +82,7 @@ class RingMixin(Base):
         return (loss, result[1]) if return_outputs else loss
 
     def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None) -> Any:
-        inputs = self._ignore_repeated_rows(inputs)
+        inputs = ignore_repeated_rows(inputs, self.ring_size, self.accelerator)
         has_labels = next_labels(inputs) is not None
         arguments = inputs if has_labels else shard_batch(self._prepare_inputs(inputs), self.ring_mesh)
         loss, logits, labels = super().prediction_step(model, arguments, prediction_loss_only, ignore_keys)
@@ -92,19 +92,9 @@ class RingMixin(Base):
             logits = tree_map(partial(_unshard, layout=layout_of(inputs, self.ring_size), mesh=self.ring_mesh), logits)
         return loss, logits, labels
 
-    def _ignore_repeated_rows(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Remove the labels of repeated rows. Accelerate repeats rows to fill the last batch of every ring."""
-        state: Any = self.accelerator.gradient_state
-        rings = self.accelerator.num_processes // self.ring_size
-        rows = len(inputs_of(inputs))
-        if state.end_of_dataloader and state.remainder == -1 and rings == 1:
-            state.active_dataloader.remainder = rows  # a data set without a length
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return inputs
-        first = self.accelerator.process_index // self.ring_size * rows
-        is_repeated = torch.arange(first, first + rows, device=self.accelerator.device)[:, None] >= state.remainder
-        present = [name for name in ("labels", "shift_labels") if inputs.get(name) is not None]
-        return {**inputs, **{name: inputs[name].masked_fill(is_repeated, IGNORE) for name in present}}
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        batches = (ignore_repeated_rows(batch, self.ring_size, self.accelerator) for batch in epoch_iterator)
+        return super().get_batch_samples(batches, num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         samples = [{**batch, "shift_labels": labels} for batch in batch_samples if (labels := next_labels(batch)) is not None]
@@ -118,8 +108,7 @@ class RingMixin(Base):
     def _gather_over_rings(self, data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
             raise ValueError("eval_use_gather_object=True is not supported on a ring: set it to False")
-        state = self.accelerator.gradient_state
-        rest = state.remainder if state.end_of_dataloader else 0
+        rest = getattr(self.accelerator.gradient_state.active_dataloader, "rest", 0)
 
         def gather(x: Tensor) -> Tensor:
             gathered = self.accelerator.gather(x)
@@ -175,14 +164,13 @@ def check_trainer(trainer: RingMixin) -> None:
         raise ValueError(f"{type(trainer).__name__} does not support {', '.join(found)} on a ring")
 
 
-def _prepare_model(prepare: Callable[..., Any], model: Any, *args: Any, evaluation_mode: bool = False, **options: Any) -> Any:
+def _prepare_model(prepare: Callable[..., Any], model: Any, **options: Any) -> Any:
     """Prepare a model, and let training after an evaluation prepare it again.
 
     Accelerate would not wrap the model by DDP after an evaluation, so the ranks would not average gradients.
     """
-    prepared = prepare(model, *args, evaluation_mode=evaluation_mode, **options)
-    if evaluation_mode:
-        prepared._is_accelerate_prepared = False
+    prepared = prepare(model, **options)
+    prepared._is_accelerate_prepared = not options.get("evaluation_mode")
     return prepared
 
 

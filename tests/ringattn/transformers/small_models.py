@@ -77,6 +77,17 @@ def padded_rows(num_rows: int, side: str, length: int = 45) -> list[dict]:
     return rows
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """Rows without a length, which several workers share."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[dict]:
+        worker = torch.utils.data.get_worker_info()
+        return iter(self.rows if worker is None else self.rows[worker.id :: worker.num_workers])
+
+
 def training_arguments(folder: Path, cls: type | None = None, **settings: object):
     from transformers import TrainingArguments
 

@@ -9,7 +9,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
 from tests.distributed import RankPool
-from tests.ringattn.transformers.small_models import all_processes, new_model, one_process, packed_rows
+from tests.ringattn.transformers.small_models import (
+    Stream,
+    all_processes,
+    new_model,
+    one_process,
+    packed_rows,
+    padded_rows,
+)
 
 pytest.importorskip("accelerate")
 
@@ -74,6 +81,32 @@ def test_all_ranks_shuffle_in_the_same_order(ranks: RankPool) -> None:
 
 def test_a_loop_of_accelerate(ranks: RankPool) -> None:
     ranks.run(check_loop)
+
+
+def check_last_batch() -> None:
+    """On two rings, evaluation has the losses of one process with twice as many rows in a batch."""
+    from accelerate import Accelerator
+
+    from ringattn.transformers import RingLoader, put_on_ring
+
+    all_processes()
+    rows, results = padded_rows(5, "right"), []
+    for data in (rows, Stream(rows)):
+        for size in (4, 2):
+            with one_process() if size == 4 else nullcontext():
+                accelerator, model = Accelerator(cpu=True), new_model()
+                loader = DataLoader(data, batch_size=size)
+                if size == 2:
+                    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "ring"))["ring"]
+                    put_on_ring(model, mesh)
+                    loader = RingLoader(loader, mesh, accelerator)
+                found = [model(**batch).loss for batch in loader]
+                results.append([accelerator.reduce(loss.detach(), "mean").item() for loss in found])
+    assert results == [pytest.approx(results[0], rel=1e-5)] * 4
+
+
+def test_the_last_batch_of_two_rings(ranks: RankPool) -> None:
+    ranks.run(check_last_batch)
 
 
 def test_dispatched_batches_are_an_error() -> None:

@@ -1,8 +1,9 @@
 """RingTrainer has the losses of Trainer in one process, step by step."""
 
 import logging
+import multiprocessing
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 from tests.distributed import RankPool, run_ranks
 from tests.ringattn.transformers.small_models import (
+    Stream,
     all_processes,
     chat_tokenizer,
     losses_of,
@@ -204,16 +206,6 @@ def test_rings_of_other_sizes_count_tokens_once(ranks: RankPool, tmp_path: Path)
     ranks.run(check_numbers, tmp_path)
 
 
-class Stream(torch.utils.data.IterableDataset):
-    """Rows without a length."""
-
-    def __init__(self, rows: list[dict]) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[dict]:
-        return iter(self.rows)
-
-
 def check_last_batch(folder: Path) -> None:
     """In the last batch of an evaluation, each row is counted once, even if rows have different numbers of labels."""
     from transformers import Trainer
@@ -236,6 +228,61 @@ def test_the_last_batch_of_an_evaluation(ranks: RankPool, tmp_path: Path) -> Non
     ranks.run(check_last_batch, tmp_path)
 
 
+def check_rows_without_length(folder: Path, num_workers: int) -> None:
+    """Two rings fill the last batch of a stream with rows that do not count."""
+    from transformers import Trainer
+
+    from ringattn.transformers import RingTrainer
+
+    prepare_rank()
+    multiprocessing.current_process()._config["daemon"] = False  # the ranks may start workers
+    rows = padded_rows(7, "right")
+    for count, size in ((7, 1),) if num_workers else ((1, 2), (3, 2), (5, 1), (7, 2)):
+        with one_process():
+            args = training_arguments(folder, per_device_eval_batch_size=2 * size, dataloader_num_workers=num_workers)
+            expected = Trainer(model=new_model(), args=args).predict(Stream(rows[:count]))
+        args = training_arguments(folder, per_device_eval_batch_size=size, dataloader_num_workers=num_workers)
+        found = RingTrainer(model=new_model(), args=args, ring_size=1).predict(Stream(rows[:count]))
+        assert found.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-6)
+        is_token = torch.stack([row["attention_mask"] for row in rows[:count]]).sum(1).numpy()
+        assert len(found.predictions) == count
+        for some, others, length in zip(found.predictions, expected.predictions, is_token, strict=True):
+            if not num_workers:  # workers change the order
+                np.testing.assert_allclose(some[:length], others[:length], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_rows_without_a_length_on_two_rings(num_workers: int, ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(check_rows_without_length, tmp_path, num_workers)
+
+
+def check_joined_rows(folder: Path) -> None:
+    """A collator joins the rows of a batch. Each batch counts once, whatever its size."""
+    from transformers import DataCollatorWithFlattening, Trainer
+
+    from ringattn.transformers import RingTrainer
+
+    prepare_rank()
+    rows = [{"input_ids": tokens.tolist(), "labels": tokens.tolist()} for tokens in random_tokens(5, 20)]
+    results = []
+    for size, base, more in ((4, Trainer, {}), (2, RingTrainer, dict(ring_size=1))):
+        with one_process() if base is Trainer else nullcontext():
+            args = training_arguments(folder, per_device_eval_batch_size=size, per_device_train_batch_size=size, max_steps=2)
+            trainer = base(
+                model=new_model(), args=args, data_collator=DataCollatorWithFlattening(), train_dataset=Stream(rows), **more
+            )
+            results.append(trainer.evaluate(Stream(rows))["eval_loss"])
+            trainer.train()
+            results.append(losses_of(trainer))
+    assert results[2:] == [pytest.approx(values, rel=1e-5) for values in results[:2]]
+    with pytest.raises(ValueError, match="the collator joins rows: use drop_last=True, or a multiple of 4"):
+        trainer.evaluate(rows)
+
+
+def test_rows_that_a_collator_joins(ranks: RankPool, tmp_path: Path) -> None:
+    ranks.run(check_joined_rows, tmp_path)
+
+
 def check_evaluation_before_training(folder: Path) -> None:
     """Also a second training averages the gradients of all ranks."""
     from transformers import Trainer
@@ -243,7 +290,7 @@ def check_evaluation_before_training(folder: Path) -> None:
     from ringattn.transformers import RingTrainer
 
     prepare_rank()
-    rows, results = packed_rows(8), []
+    rows, results = packed_rows(7), []
     for base, size, options in ((Trainer, 4, {}), (RingTrainer, 4, {}), (RingTrainer, 2, dict(ring_size=1))):
         with one_process() if base is Trainer else nullcontext():
             args = training_arguments(folder, per_device_train_batch_size=size, max_steps=3)
