@@ -1,21 +1,14 @@
-"""Compile the Hopper kernels for sm_90 without a GPU, and print resources and warnings of each as a line of JSON.
+"""Compile the Hopper kernels for sm_90 without a GPU, in a process without TRITON_INTERPRET=1, which the tests set."""
 
-    python -m tests.kernels.compile_hopper forward:bf16:128:1:final backward:bf16:64:4:add ...
-
-A case is direction:dtype:head dim:query heads per key head:kind, see `forward_case` and `backward_case`. This is a program of
-its own, because kernels cannot be compiled in a process with TRITON_INTERPRET=1, which the tests set.
-"""
-
-import json
+import contextlib
+import io
 import re
 import subprocess
-import sys
 import tempfile
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ringattn.kernels.hopper import backward as hopper_backward
@@ -128,8 +121,8 @@ def wide_backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
     return backward_wide._key_gradient_kernel if by_key else backward_wide._query_gradient_kernel, config, types, []
 
 
-def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> triton.compiler.CompiledKernel:
-    """Compile a case for a usual call, in which all pointers are multiples of 16."""
+def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> tuple[triton.compiler.CompiledKernel, str]:
+    """Compile a case for a usual call, in which all pointers are multiples of 16. Return it and what ptxas prints."""
     constants = {"CONFIG": config} | dict.fromkeys(absent)
     signature = {}
     for name in kernel.arg_names:
@@ -139,17 +132,11 @@ def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> tr
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"}
     source = GluonASTSource(kernel, signature, constants, aligned)
     options = OPTIONS | dict(num_warps=4, maxnreg=getattr(config, "max_registers", None))
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-
-
-def serialization_warnings(compiled: triton.compiler.CompiledKernel) -> list[str]:
-    """Return the warnings of ptxas that it serialises wgmma instructions."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(compiled.asm["ptx"])
-        file.flush()
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-    return [line for line in (done.stdout + done.stderr).splitlines() if "serialized" in line]
+    with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert "ptxas info" in log.getvalue()
+    return compiled, log.getvalue()
 
 
 def count_spills(compiled: triton.compiler.CompiledKernel) -> list[int]:
@@ -182,23 +169,22 @@ def unused_barriers(compiled: triton.compiler.CompiledKernel) -> list[str]:
     return sorted(set(initialised) - set(map(allocation, used)))
 
 
-def main() -> None:
-    for argument in sys.argv[1:]:
-        name, dtype, dim, group, kind = argument.split(":")
-        make_case = {
-            "forward": forward_case,
-            "short-forward": forward_case,
-            "wide-forward": wide_forward_case,
-            "fp8-forward": fp8_forward_case,
-            "backward": backward_case,
-            "wide-backward": wide_backward_case,
-        }[name]
-        case = make_case(dtype, int(dim), int(group), kind)
-        compiled = compile_case(*case)
-        result = dict(case=argument, dim=int(dim), serialized=serialization_warnings(compiled), spills=count_spills(compiled))
-        result["unused_barriers"] = unused_barriers(compiled)
-        print(json.dumps(result | resources(compiled)), flush=True)
+def describe(argument: str) -> dict:
+    """Compile a case, and return its resources and warnings.
 
-
-if __name__ == "__main__":
-    main()
+    A case is direction:dtype:head dim:query heads per key head:kind, such as forward:bf16:128:1:final.
+    """
+    name, dtype, dim, group, kind = argument.split(":")
+    make_case = {
+        "forward": forward_case,
+        "short-forward": forward_case,
+        "wide-forward": wide_forward_case,
+        "fp8-forward": fp8_forward_case,
+        "backward": backward_case,
+        "wide-backward": wide_backward_case,
+    }[name]
+    compiled, log = compile_case(*make_case(dtype, int(dim), int(group), kind))
+    # If the steps of a pipeline need too many registers, ptxas serialises its wgmma instructions and prints why.
+    result = dict(case=argument, dim=int(dim), serialized=[line for line in log.splitlines() if "serialized" in line])
+    result |= dict(spills=count_spills(compiled), unused_barriers=unused_barriers(compiled))
+    return result | resources(compiled)

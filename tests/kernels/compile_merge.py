@@ -1,14 +1,6 @@
-"""Compile the kernel that merges states for sm_90 without a GPU, and print the order of its accesses to memory as JSON.
+"""Compile the kernel that merges states for sm_90 without a GPU, in another process as `tests.kernels.compile_sm90`."""
 
-    python -m tests.kernels.compile_merge 64 128
-
-The arguments are head dims. For each of them, the program prints whether a barrier separates the loads of a merge in place from
-its stores. This is a program of its own for the same reason as `tests.kernels.compile_sm90`.
-"""
-
-import json
 import re
-import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -32,14 +24,10 @@ def compile_in_place(head_dim: int) -> str:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
-def main() -> None:
-    for head_dim in map(int, sys.argv[1:]):
-        accesses = re.findall(r"(ld\.global|bar\.sync|st\.global)", compile_in_place(head_dim))
-        loads, stores = ([i for i, x in enumerate(accesses) if x.startswith(kind)] for kind in ("ld", "st"))
-        assert loads
-        assert stores
-        print(json.dumps({"head_dim": head_dim, "separated": "bar.sync" in accesses[max(loads) : min(stores)]}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def describe(head_dim: int) -> dict:
+    """Return whether a barrier separates the loads of a merge in place from its stores."""
+    accesses = re.findall(r"(ld\.global|bar\.sync|st\.global)", compile_in_place(head_dim))
+    loads, stores = ([i for i, x in enumerate(accesses) if x.startswith(kind)] for kind in ("ld", "st"))
+    assert loads
+    assert stores
+    return {"head_dim": head_dim, "separated": "bar.sync" in accesses[max(loads) : min(stores)]}

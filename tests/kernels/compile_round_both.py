@@ -1,14 +1,6 @@
-"""Compile the kernel that rounds a matrix in both orders for sm_90 without a GPU.
+"""Compile the kernel that rounds a matrix in both orders for sm_90, in another process as `tests.kernels.compile_sm90`."""
 
-    python -m tests.kernels.compile_round_both fp8e4nv fp8e5
-
-The arguments are output formats. For each of them, the program prints as JSON how many bits its accesses to shared memory have.
-This is a program of its own for the same reason as `tests.kernels.compile_sm90`.
-"""
-
-import json
 import re
-import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -27,11 +19,7 @@ def compile_kernel(dtype: str) -> str:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
-def main() -> None:
-    for dtype in sys.argv[1:]:
-        widths = re.findall(r"(?:ld|st|ldmatrix|stmatrix)\S*\.shared\S*\.(b\d+)", compile_kernel(dtype))
-        print(json.dumps({"dtype": dtype, "widths": sorted(set(widths))}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def describe(dtype: str) -> dict:
+    """Return how many bits the accesses to shared memory have for an output format."""
+    widths = re.findall(r"(?:ld|st|ldmatrix|stmatrix)\S*\.shared\S*\.(b\d+)", compile_kernel(dtype))
+    return {"dtype": dtype, "widths": sorted(set(widths))}

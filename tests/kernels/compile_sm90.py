@@ -1,16 +1,12 @@
-"""Compile the Triton kernels for sm_90 without a GPU, and print the resources of each as a line of JSON.
+"""Compile the Triton kernels for sm_90 without a GPU.
 
-    python -m tests.kernels.compile_sm90 forward:bf16:64:blocks+dropout decode:bf16:128: ...
-
-This is a program of its own, because @triton.jit makes functions that cannot be compiled in a process with TRITON_INTERPRET=1,
-which the tests set.
+@triton.jit makes functions that cannot be compiled in a process with TRITON_INTERPRET=1, which the tests set. The tests
+therefore import this module in another process.
 """
 
 import dataclasses
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from unittest import mock
 
@@ -167,14 +163,9 @@ def resources(compiled: triton.compiler.CompiledKernel) -> dict[str, int]:
     return dict(registers=int(registers), stack=int(stack), shared=compiled.metadata.shared, asynchronous=asynchronous)
 
 
-def main() -> None:
-    for argument in sys.argv[1:]:
-        name, dtype, head_dim, options = argument.split(":")
-        compile_case = {"quantize": compile_quantize, **dict.fromkeys(KERNELS, compile_kernel)}.get(name, compile_decode)
-        compiled = compile_case(name, dtype, int(head_dim), options)
-        case = dict(kernel=name, dtype=dtype, head_dim=int(head_dim), options=options)
-        print(json.dumps(case | resources(compiled)), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def describe(argument: str) -> dict:
+    """Compile a case, kernel:dtype:head dim:options such as forward:bf16:64:blocks+dropout, and return its resources."""
+    name, dtype, head_dim, options = argument.split(":")
+    compile_case = {"quantize": compile_quantize, **dict.fromkeys(KERNELS, compile_kernel)}.get(name, compile_decode)
+    compiled = compile_case(name, dtype, int(head_dim), options)
+    return dict(kernel=name, dtype=dtype, head_dim=int(head_dim), options=options) | resources(compiled)

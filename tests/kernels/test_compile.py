@@ -1,19 +1,17 @@
 """The kernels compile for sm_90 and fit into its registers and shared memory; no GPU is needed."""
 
-import itertools
-import json
+import importlib
+import multiprocessing
 import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import pytest
 
 from ringattn.kernels.hopper.common import TRITON_VERSION
 
 pytestmark = pytest.mark.xfail(TRITON_VERSION >= (3, 8), reason="Triton 3.8 and later spill registers in some kernels")
-ROOT = Path(__file__).parents[2]
 # Bytes of shared memory that a program may use on sm_90.
 SHARED_MEMORY = 227 * 1024
 # Bytes per thread that may be spilled to the stack. The key gradient at head dim 128 reloads some values that are constant in
@@ -32,61 +30,59 @@ STACK = {
 }
 
 
-def compile_cases(program: str, cases: list[str], processes: int = 2) -> list[dict]:
-    """Compile the cases in one or two processes of a program, and return what it prints for them."""
-    if processes == 1:
-        return run(program, cases)
-    with ThreadPoolExecutor() as pool:
-        return [*itertools.chain(*pool.map(run, (program, program), (cases[::2], cases[1::2])))]
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ProcessPoolExecutor]:
+    """A process without Triton's interpreter, which compiles all kernels of this module. It imports torch once."""
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        pool.submit(os.getpid)  # starts the process
+    yield pool
+    for process in pool._processes.values():
+        process.kill()
 
 
-def run(program: str, cases: list[str]) -> list[dict]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.kernels.{program}", *cases],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == len(cases)
-    return results
+def compile_cases(compiler: ProcessPoolExecutor, module: str, cases: Iterable) -> list[dict]:
+    """Return what a module describes of each case."""
+    return list(compiler.map(partial(_describe, f"tests.kernels.{module}"), cases, timeout=240))
 
 
-def check_resources(cases: list[str], processes: int = 2) -> None:
-    for result in compile_cases("compile_sm90", cases, processes):
+def _describe(module: str, case: object) -> dict:
+    return importlib.import_module(module).describe(case)  # only the process of `compiler` can import these modules
+
+
+def check_resources(compiler: ProcessPoolExecutor, cases: list[str]) -> None:
+    for result in compile_cases(compiler, "compile_sm90", cases):
         assert result["stack"] <= STACK.get((result["kernel"], result["head_dim"], result["options"]), 0), result
         assert result["shared"] <= SHARED_MEMORY, result
         # Decoding must load the next tiles while it computes, with 16 bytes per instruction.
         assert result["asynchronous"] > 0 or result["kernel"] != "decode", result
 
 
-def test_triton_kernels_compile_without_spills():
+def test_triton_kernels_compile_without_spills(compiler):
     cases = ["forward:bf16:64:", "query_gradient:bf16:64:", "decode:bf16:128:short", "merge:bf16:128:"]
-    check_resources([*cases, "quantize:bf16:64:long"], processes=1)  # each process imports torch
+    check_resources(compiler, [*cases, "quantize:bf16:64:long"])
 
 
 @pytest.mark.slow
-def test_triton_kernels_with_strides_of_64_bits_compile_without_spills():
+def test_triton_kernels_with_strides_of_64_bits_compile_without_spills(compiler):
     kernels = ("forward:bf16:64", "key_gradient:bf16:64", "query_gradient:bf16:64", "decode:bf16:128", "quantize:fp32:256")
-    check_resources([f"{kernel}:long" for kernel in kernels])
+    check_resources(compiler, [f"{kernel}:long" for kernel in kernels])
 
 
 @pytest.mark.slow
-def test_decoding_kernels_of_all_cases_compile_without_spills():
+def test_decoding_kernels_of_all_cases_compile_without_spills(compiler):
     kernels, options = ("decode", "merge"), ("", "queries", "sinks", "pages")
     cases = [f"{kernel}:bf16:{dim}:{option}" for kernel in kernels for dim in (64, 128, 256) for option in options]
-    check_resources(cases + [f"decode:bf16:{dim}:short+{option}" for dim in (64, 128, 256) for option in ("sinks", "pages")])
+    cases += [f"decode:bf16:{dim}:short+{option}" for dim in (64, 128, 256) for option in ("sinks", "pages")]
+    check_resources(compiler, cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", ["", "dropout", "blocks", "blocks+dropout"])
-def test_triton_kernels_with_any_options_compile_without_spills(options):
+def test_triton_kernels_with_any_options_compile_without_spills(options, compiler):
     kernels = ("forward", "key_gradient", "query_gradient")
-    check_resources([f"{kernel}:bf16:{dim}:{options}" for kernel in kernels for dim in (64, 128)])
+    check_resources(compiler, [f"{kernel}:bf16:{dim}:{options}" for kernel in kernels for dim in (64, 128)])
 
 
 # Bytes per thread that a Hopper kernel may keep on the stack between work tiles, by direction and head dim; 0 if not listed.
@@ -118,15 +114,15 @@ def check_pipeline(results: list[dict]) -> None:
         assert result["shared"] <= SHARED_MEMORY, result
 
 
-def test_hopper_kernels_overlap_products_with_softmax():
-    check_pipeline(run("compile_hopper", ["forward:bf16:128:1:final", "backward:bf16:128:1:fresh"]))
+def test_hopper_kernels_overlap_products_with_softmax(compiler):
+    check_pipeline(compile_cases(compiler, "compile_hopper", ["forward:bf16:128:1:final", "backward:bf16:128:1:fresh"]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_fp8_forward_kernels_of_all_cases_overlap_products_with_softmax(dim):
+def test_fp8_forward_kernels_of_all_cases_overlap_products_with_softmax(dim, compiler):
     kinds = {64: ("state", "merge"), 128: ("final", "begin"), 256: ("final", "state")}[dim]
-    results = compile_cases("compile_hopper", [f"fp8-forward:bf16:{dim}:4:{kind}" for kind in kinds])
+    results = compile_cases(compiler, "compile_hopper", [f"fp8-forward:bf16:{dim}:4:{kind}" for kind in kinds])
     for result in results:
         assert not result["serialized"], result
         assert not result["unused_barriers"], result
@@ -153,35 +149,35 @@ HOPPER_CASES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", HOPPER_CASES)
-def test_hopper_kernels_of_all_cases_overlap_products_with_softmax(direction):
-    check_pipeline(compile_cases("compile_hopper", [f"{direction}:{case}" for case in HOPPER_CASES[direction]]))
+def test_hopper_kernels_of_all_cases_overlap_products_with_softmax(direction, compiler):
+    check_pipeline(compile_cases(compiler, "compile_hopper", [f"{direction}:{case}" for case in HOPPER_CASES[direction]]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [192, 256])
-def test_wide_forward_kernels_of_all_cases_overlap_products_with_softmax(dim):
+def test_wide_forward_kernels_of_all_cases_overlap_products_with_softmax(dim, compiler):
     kinds = {192: ("final", "state"), 256: ("begin", "merge")}[dim]
     cases = [f"wide-forward:fp16:{dim}:4:{kind}" for kind in kinds]
     cases.append(f"wide-forward:bf16:{dim}:1:irregular")
-    check_pipeline(compile_cases("compile_hopper", cases))
+    check_pipeline(compile_cases(compiler, "compile_hopper", cases))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [192, 256])
-def test_wide_backward_kernels_of_all_cases_overlap_products_with_softmax(dim):
+def test_wide_backward_kernels_of_all_cases_overlap_products_with_softmax(dim, compiler):
     cases = [f"wide-backward:bf16:{dim}:4:{kind}" for kind in ("keys", "queries")]
     cases += [f"wide-backward:fp16:{dim}:1:{kind}" for kind in ("add-keys", "add-queries")]
-    check_pipeline(compile_cases("compile_hopper", cases))
+    check_pipeline(compile_cases(compiler, "compile_hopper", cases))
 
 
 @pytest.mark.slow
-def test_merges_in_place_load_every_element_before_they_store_any():
+def test_merges_in_place_load_every_element_before_they_store_any(compiler):
     """Several warps load the same elements of m and l, so no warp may store its result before all warps have loaded them."""
-    assert all(result["separated"] for result in run("compile_merge", ["64", "128"]))
+    assert all(result["separated"] for result in compile_cases(compiler, "compile_merge", [64, 128]))
 
 
-def test_matrices_are_not_transposed_in_8_bits():
+def test_matrices_are_not_transposed_in_8_bits(compiler):
     """Triton 3.6 wrote wrong results when a kernel transposed numbers of 8 bits through shared memory."""
-    for result in run("compile_round_both", ["fp8e4nv", "fp8e5"]):
+    for result in compile_cases(compiler, "compile_round_both", ["fp8e4nv", "fp8e5"]):
         assert result["widths"], "the kernel does not use shared memory"
         assert "b8" not in result["widths"]
