@@ -158,21 +158,22 @@ def _connect(backend: str, store: dist.Store, rank: int, ranks: int) -> None:
     raise RuntimeError("the ranks could not be connected; stderr contains the reasons")
 
 
-def run_script(script: Path, ranks: int, directory: Path) -> str:
+def run_script(script: Path, ranks: int, directory: Path, *arguments: str) -> str:
     """Run a script as torchrun does, on forked ranks, and return what all ranks have written to stdout.
 
-    The arguments and the exceptions are those of `run_ranks`.
+    The exceptions are those of `run_ranks`, also if the script exits with another status than 0.
     """
     store = serve_store()
-    run_ranks(_run_script, ranks, directory, script, [rank_variables(store, rank, ranks) for rank in range(ranks)], directory)
+    variables = [rank_variables(store, rank, ranks) for rank in range(ranks)]
+    run_ranks(_run_script, ranks, directory, [str(script), *arguments], variables, directory)
     return "".join(path.read_text() for path in sorted(directory.glob("rank_*.out")))
 
 
-def _run_script(script: Path, variables: list[dict[str, str]], directory: Path) -> None:
+def _run_script(argv: list[str], variables: list[dict[str, str]], directory: Path) -> None:
     rank = dist.get_rank()
     dist.destroy_process_group()
     os.environ |= variables[rank]
-    sys.argv = [str(script)]
+    sys.argv = argv
     with open(directory / f"rank_{rank}.out", "w") as output, redirect_stdout(output):
         runpy.run_path(sys.argv[0], run_name="__main__")
     os._exit(0)

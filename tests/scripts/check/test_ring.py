@@ -1,5 +1,7 @@
 """The check of a ring: it compares every way and mask with float64, and reports a single wrong row."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from ringattn.train.settings.config import ConfigError
 from scripts.accuracy import NAMES
 from scripts.check import ring as check_ring
+from tests.distributed import run_script
 from tests.train.jobs import one_rank
 from tests.train.launch import launch, own_errors
 
@@ -15,27 +18,16 @@ MASKS = ("causal", "full", "window", "documents")
 
 
 @pytest.mark.slow
-def test_two_ranks_match_float64(tmp_path):
-    finished = launch(2, tmp_path, "--seq-len", "131", "--head-dim", "16", script="scripts.check.ring")
-    assert finished.returncode == 0, finished.stderr
-    lines = finished.stdout.splitlines()
+@pytest.mark.parametrize(("precision", "seq_len", "title"), [("ieee", 131, ""), ("fp8", 531, ", FP8 forward")])
+def test_two_ranks_match_float64(precision, seq_len, title, tmp_path):
+    arguments = "--seq-len", str(seq_len), "--head-dim", "16", "--precision", precision
+    lines = run_script(Path(check_ring.__file__), 2, tmp_path, *arguments).splitlines()
     assert lines[-1] == "every error is within its limit"
-    assert "2 ranks on cpu, float32, S 131, D 16" in lines
+    assert f"2 ranks on cpu, float32, S {seq_len}, D 16{title}" in lines
     rows = [text for text in lines if text.startswith("| p2p")]
     ways = ("p2p, state", "p2p, kv", "p2p, auto, all-to-all among 2")
     assert len(rows) == len(MASKS) * len(ways)
     assert all(any(text.startswith(f"| {way} | {mask} |") for text in rows) for way in ways for mask in MASKS)
-
-
-@pytest.mark.slow
-def test_two_ranks_match_float64_with_fp8(tmp_path):
-    arguments = "--seq-len", "531", "--head-dim", "16", "--precision", "fp8"
-    finished = launch(2, tmp_path, *arguments, script="scripts.check.ring")
-    assert finished.returncode == 0, finished.stderr
-    lines = finished.stdout.splitlines()
-    assert lines[-1] == "every error is within its limit"
-    assert "2 ranks on cpu, float32, S 531, D 16, FP8 forward" in lines
-    assert len([text for text in lines if text.startswith("| p2p")]) == len(MASKS) * 3
 
 
 @pytest.mark.gpu
