@@ -55,7 +55,7 @@ def copy_sources(directory: Path) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["clone", "sdist"])
+@pytest.fixture
 def wheel(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel of this repository, from a clone or from a source distribution."""
     sources = copy_sources(tmp_path_factory.mktemp("sources"))
@@ -80,7 +80,7 @@ def kernels_of_hugging_face(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("first", ["ringattn", "kernels"])
+@pytest.mark.parametrize(("wheel", "first"), [("clone", "kernels"), ("sdist", "ringattn")], indirect=["wheel"])
 def test_hugging_face_packages_work_next_to_ringattn(
     first: str, wheel: Path, kernels_of_hugging_face: Path, tmp_path: Path
 ) -> None:
