@@ -31,6 +31,7 @@ import tempfile
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,13 @@ class Run:
         else:
             torchrun, launchers = command.torchrun(self.ranks, *restarts, *script), 1
         environment = command.child_environment(OMP_NUM_THREADS="1") | {MARKER: str(self.directory)}
+        # The workers of a launcher use one thread per core, so the launchers must not use the same cores.
+        cores = sorted(os.sched_getaffinity(0))
+        take_cores = [partial(os.sched_setaffinity, 0, cores[i::launchers] or cores) for i in range(launchers)]
         with open(self.log, "a") as log:
             return [
-                subprocess.Popen(torchrun, cwd=self.folder, env=environment, stdout=log, stderr=log) for _ in range(launchers)
+                subprocess.Popen(torchrun, cwd=self.folder, env=environment, stdout=log, stderr=log, preexec_fn=take)
+                for take in take_cores
             ]
 
     def processes(self) -> list[int]:
