@@ -72,20 +72,17 @@ OTHERS = [
 def generate() -> Iterator[str]:
     """Yield the command lines."""
     yield from (shlex.join(text.split(" ") if not text.startswith("a b") else [text]) for text in OTHERS)
-    for name, (low, _) in RANGES.items():
+    # The values that no number can be are the same for all settings of a type, so each setting has one of them.
+    for number, (name, (low, _)) in enumerate(RANGES.items()):
         group, _, setting = name.partition(".")
         is_float = "float" in str(type(getattr(Config(), group)).__annotations__[setting])
-        values = [
-            low - 1 if low == 0 or not isinstance(low, float) else -low,
-            f"1{'0' * 18}",
-            f"1{'0' * 30}",
-            "nan",
-            "two",
-            "[1]",
-        ]
-        values = [value for value in values if not (name.endswith("seed") and str(value).startswith("1000000000000000000"))]
-        yield from (shlex.quote(f"{name}={value}") for value in [*values, *(["1e300", "-inf"] if is_float else ["0.5"])])
+        values = [low - 1 if low == 0 or not isinstance(low, float) else -low]
+        values += [] if name.endswith("seed") else [f"1{'0' * 18}"]
+        values += ["nan", "1e300", "-inf"] if is_float else []
+        others = [f"1{'0' * 30}", "two", "[1]"] + ([] if is_float else ["nan", "0.5"])
+        yield from (shlex.quote(f"{name}={value}") for value in [*values, others[number % len(others)]])
     yield from (f"{name}=nonsense" for name in CHOICES)
+    number = 0
     for group in fields(Config):
         if group.name == "name":
             continue
@@ -93,10 +90,11 @@ def generate() -> Iterator[str]:
             shlex.quote(text) for text in (f"~{group.name}", f"{group.name}=null", f"{group.name}=5", f"{group.name}=[1]")
         )
         for option in fields(getattr(Config(), group.name)):
-            if "bool" in str(option.type):
-                yield from (f"{group.name}.{option.name}={value}" for value in ("2", "-1", "maybe", "0.5"))
-            if "None" not in str(option.type):
-                yield f"{group.name}.{option.name}=null"
+            others = [] if "None" in str(option.type) else ["null"]
+            others += ["2", "-1", "maybe", "0.5"] if "bool" in str(option.type) else []
+            if others:
+                yield f"{group.name}.{option.name}={others[number % len(others)]}"
+                number += 1
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def test_malformed_settings_are_reported_in_one_line(lines, run_command_line, ca
     failed = []
     # A run whose settings are accepted by mistake has only one step, so that the test continues with the next line.
     settings = ["logger=off", "trainer.device=cpu", "trainer.steps=1"]
+    assert run_command_line(*settings, "--cfg", "job") == 0, capfd.readouterr().err
     for line in lines:
         start = time.monotonic()
         try:
