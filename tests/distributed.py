@@ -27,15 +27,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from matplotlib.figure import Figure
 
 from ringattn.comm.shared_gpus import SHARE_GPUS
 from ringattn.comm.watchdog import TIMEOUT as HOP_TIMEOUT
 from scripts.command import rank_variables, serve_store
-from tests.processes import freeze_objects, use_one_thread
+from tests.processes import freeze_objects, save_blank_picture, use_one_thread
 
 # The server imports these modules before it forks the first rank.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
-    ["torch.distributed.fsdp", "datasets", "hypothesis", "pytest", "ringattn", "ringattn.train.commands.run"]
+    [
+        *("torch.distributed.fsdp", "datasets", "hypothesis", "matplotlib.figure", "pytest", "ringattn"),
+        "ringattn.train.commands.run",
+    ]
 )
 
 # A rank that runs for longer than this, in seconds, writes down where it is and exits. pytest's own timeout is longer.
@@ -127,6 +131,7 @@ def _join(rank: int, ranks: int, directory: Path, timeout: float, backend: str, 
     os.environ.update(environment)
     use_one_thread()
     freeze_objects()
+    Figure.savefig = save_blank_picture
     if backend == "shared":
         os.environ[SHARE_GPUS] = "1"
     if backend != "gloo":

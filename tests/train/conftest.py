@@ -1,6 +1,5 @@
 """Fixtures for tests that run the training command in this process."""
 
-import io
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -9,12 +8,13 @@ from pathlib import Path
 import datasets
 import pytest
 from hydra._internal.hydra import Hydra
+from hydra.core.config_store import ConfigStore
 from hydra.types import RunMode
 from matplotlib.figure import Figure
-from PIL import Image
 
 from ringattn.train import setup as run_setup
 from ringattn.train.commands import run
+from tests.processes import save_blank_picture
 from tests.train.launch import write_corpus
 
 
@@ -33,10 +33,8 @@ def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 @pytest.fixture
 def blank_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Save blank pictures. Figures are drawn by the tests of the reports, and by runs that tests start in other processes."""
-    blank = io.BytesIO()
-    Image.new("L", (1, 1)).save(blank, "png")
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_bytes(blank.getvalue()))
+    """Save blank pictures."""
+    monkeypatch.setattr(Figure, "savefig", save_blank_picture)
 
 
 @pytest.fixture
@@ -51,6 +49,15 @@ def run_command_line(corpus: str, blank_pictures: None, monkeypatch: pytest.Monk
         return get_mode(hydra, config_name, overrides) if is_experiment else None
 
     monkeypatch.setattr(Hydra, "get_mode", mode_of_experiment)
+
+    # Every launch stores the same schema.
+    store_config = ConfigStore.store
+
+    def store_once(store: ConfigStore, name: str, node: object, **options: object) -> None:
+        if options or f"{name}.yaml" not in store.repo:
+            store_config(store, name, node, **options)
+
+    monkeypatch.setattr(ConfigStore, "store", store_once)
     # A collection of all objects takes long in this process, which has imported many packages.
     monkeypatch.setattr(run_setup, "_free_memory", lambda device: None)
 

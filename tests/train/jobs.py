@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import patch
+
+from matplotlib.figure import Figure
 
 from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks
 from ringattn.train.settings.config import (
@@ -14,6 +17,7 @@ from ringattn.train.settings.config import (
     ParallelConfig,
     TrainerConfig,
 )
+from tests.processes import save_blank_picture
 
 STEPS = 20
 SEQUENCES = 4  # per step
@@ -57,9 +61,10 @@ def job(corpus: str, dp: int, memory: MemoryConfig = AUTO, **parallel_settings: 
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A context in which this process is the only rank."""
+    """A context in which this process is the only rank, and saves blank pictures."""
     connect_ranks()
     try:
-        yield
+        with patch.object(Figure, "savefig", save_blank_picture):
+            yield
     finally:
         disconnect_ranks()
