@@ -22,7 +22,7 @@ from ringattn import (
     simulate,
     ulysses_attention,
 )
-from tests.covering import every_pair, every_value
+from tests.covering import every_pair, every_value, pairs
 
 # (queries, keys). There are more queries than keys in some cases.
 SHAPES = [
@@ -151,7 +151,9 @@ def test_short_cases_of_flash_attention(shape: tuple[int, int], kind: str, heads
 
 
 @pytest.mark.slow
-@every_pair(shape=[shape for shape in SHAPES if max(shape) > 256], kind=MASKS, heads=HEADS)
+@pytest.mark.parametrize(
+    ("shape", "kind", "heads"), pairs(shape=[shape for shape in SHAPES if max(shape) > 256], kind=MASKS, heads=HEADS)
+)
 def test_long_cases_of_flash_attention(shape: tuple[int, int], kind: str, heads: str) -> None:
     check(shape, kind, heads, (8, 5), torch.float64, "cpu")
 

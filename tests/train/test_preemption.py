@@ -187,6 +187,16 @@ def receive_sigterm_in_micro_step(number: int, rank: int = 0) -> list[int]:
     return begun
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run without a request."""
+    directory = tmp_path_factory.mktemp("whole")
+    with one_rank(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", directory / "cache")
+        trainer.train(job_of_micro_steps(write_corpus(directory / "corpus")), directory / "run")
+    return directory / "run"
+
+
 @pytest.mark.parametrize(
     ("micro_step", "every", "saved", "begun"),
     [
@@ -202,7 +212,9 @@ def receive_sigterm_in_micro_step(number: int, rank: int = 0) -> list[int]:
         ),
     ],
 )
-def test_request_stops_between_micro_steps_without_a_trace(micro_step, every, saved, begun, corpus, tmp_path, monkeypatch):
+def test_request_stops_between_micro_steps_without_a_trace(
+    micro_step, every, saved, begun, whole, corpus, tmp_path, monkeypatch
+):
     """The loss of every step, and the final parameters, are the same as without the request."""
     config = job_of_micro_steps(corpus)
     config = with_settings(config, {"trainer.checkpoint_every": every})
@@ -218,13 +230,12 @@ def test_request_stops_between_micro_steps_without_a_trace(micro_step, every, sa
         assert len(saves) == len(set(saves))
         assert [each["step"] for each in metrics.read(tmp_path / "run" / "metrics.jsonl")] == list(range(1, (saved or 0) + 1))
         preemption._received_signals.clear()
-        for name in ("run", "whole"):
-            trainer.train(config, tmp_path / name)
-    runs = [metrics.read(tmp_path / name / "metrics.jsonl") for name in ("run", "whole")]
+        trainer.train(config, tmp_path / "run")
+    runs = [metrics.read(path / "metrics.jsonl") for path in (tmp_path / "run", whole)]
     losses = [[(each["step"], each["loss"], each["grad_norm"], each["total_tokens"]) for each in records] for records in runs]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
-    states = [tmp_path / name / "checkpoints" / "step_00000004" for name in ("run", "whole")]
+    states = [path / "checkpoints" / "step_00000004" for path in (tmp_path / "run", whole)]
     shards = [sorted(path.glob("*.distcp")) for path in states]
     assert shards[0]
     assert [path.read_bytes() for path in shards[0]] == [path.read_bytes() for path in shards[1]]

@@ -19,7 +19,7 @@ from tests.kernels.triton.problems import DTYPES, HEADS, QUICK_SHAPES, SHAPES, S
 pytestmark = pytest.mark.usefixtures("small_tiles")
 
 
-@every_value(slow=3, mask=MASKS, heads=HEADS, dropout=[False, True], blocks=[False, True], dtype=DTYPES)
+@every_value(mask=MASKS, heads=HEADS, dropout=[False, True], blocks=[False, True], dtype=DTYPES)
 def test_gradients_match_the_reference(mask, heads, dropout, blocks, dtype, device):
     check_backward(masked_problem(mask, heads, dropout, blocks, dtype, device), triton_backward)
 

@@ -170,7 +170,7 @@ def test_a_second_call_that_differs_is_named(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(DIFFERENCES)[::4])
+@pytest.mark.parametrize("kind", list(DIFFERENCES)[::12])
 def test_a_second_call_that_differs_on_one_of_four_ranks_is_named(kind: str, tmp_path: Path) -> None:
     check_difference(kind, 4, tmp_path, interval=watchdog.HEARTBEAT_INTERVAL)
 
