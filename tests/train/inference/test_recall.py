@@ -159,8 +159,8 @@ def test_training_writes_the_accuracies_and_resumes_exactly(run_command_line, on
 @pytest.mark.slow
 def test_full_attention_learns_the_task_and_a_window_does_not(run_command_line):
     """The facts of the positions 0 to 50 are 32 to 127 tokens back, and two layers with a window of 16 see 30 tokens back."""
-    settings = ["experiment=recall", "data.seq_len=128", "trainer.steps=80", "trainer.batch_size=16", "logger=off"]
-    settings += ["trainer.device=cpu", "trainer.eval_every=0"]
+    settings = ["experiment=recall", "data.seq_len=128", "trainer.steps=100", "trainer.batch_size=8", "logger=off"]
+    settings += ["trainer.device=cpu", "trainer.eval_every=0", "trainer.eval_tokens=32768"]
     assert run_command_line(*settings, "name=full") == 0
     full = from_metrics(records("full")[-1])
     assert min(full.values()) > 0.95
