@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from scripts.command import ROOT, child_environment
 
 PROGRAM = """
@@ -19,6 +21,7 @@ decode_attention(q.detach()[:, -1:], cache)
 """
 
 
+@pytest.mark.slow
 def test_attention_and_training_do_not_import_triton() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, env=child_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

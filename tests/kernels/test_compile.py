@@ -115,7 +115,7 @@ def check_pipeline(results: list[dict]) -> None:
 
 
 def test_hopper_kernels_overlap_products_with_softmax(compiler):
-    check_pipeline(compile_cases(compiler, "compile_hopper", ["forward:bf16:128:1:final", "backward:bf16:128:1:fresh"]))
+    check_pipeline(compile_cases(compiler, "compile_hopper", ["forward:bf16:128:1:final"]))
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ HOPPER_CASES = {
     "short-forward": ("bf16:64:1:short1", "fp16:64:4:short4", "bf16:64:8:short8"),
     "backward": (
         *(f"bf16:{dim}:{group}:{kind}" for dim in (64, 96, 128) for group, kind in ((1, "ordered"), (4, "add"))),
-        *("fp16:96:4:fresh", "bf16:64:4:skip", "bf16:96:1:skip", "bf16:128:4:skip"),
+        *("bf16:128:1:fresh", "fp16:96:4:fresh", "bf16:64:4:skip", "bf16:96:1:skip", "bf16:128:4:skip"),
     ),
 }
 

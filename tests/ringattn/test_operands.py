@@ -16,7 +16,7 @@ from ringattn.layout import KINDS
 from ringattn.operands import QuantizedOperands, _keys, _queries
 from ringattn.planning import workload
 from ringattn.planning.workload import forward_work
-from tests.covering import pairs
+from tests.covering import every_value, pairs
 from tests.distributed import run_ranks
 from tests.ringattn.rings import MASK_NAMES, Case, assert_close, masks, relative_errors
 
@@ -52,17 +52,14 @@ def check_ring(case: Case, mask: Mask, layout: Layout, schedule: str, route: str
     assert_close(got, expected, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mask", "layout", "schedule", "route", "dtype", "heads"),
-    pairs(
-        ranks=(1, 2, 3, 5),
-        mask=MASK_NAMES,
-        layout=KINDS,
-        schedule=SCHEDULES,
-        route=ROUTES,
-        dtype=tuple(TOLERANCES),
-        heads=("4/2", "3/3", "4/1"),
-    ),
+@every_value(
+    ranks=(1, 2, 3, 5),
+    mask=MASK_NAMES,
+    layout=KINDS,
+    schedule=SCHEDULES,
+    route=ROUTES,
+    dtype=tuple(TOLERANCES),
+    heads=("4/2", "3/3", "4/1"),
 )
 def test_ring_equals_attention_on_rounded_inputs(ranks, mask, layout, schedule, route, dtype, heads) -> None:
     """Every shard of 701 tokens has an incomplete block of 128 rows."""
@@ -71,7 +68,7 @@ def test_ring_equals_attention_on_rounded_inputs(ranks, mask, layout, schedule, 
     check_ring(case, masks(701)[mask], Layout(layout, 701, ranks), schedule, route, dtype)
 
 
-@pytest.mark.parametrize(("layout", "schedule", "route"), pairs(layout=KINDS, schedule=SCHEDULES, route=ROUTES))
+@every_value(layout=KINDS, schedule=SCHEDULES, route=ROUTES)
 def test_batch_entries_with_their_own_documents(layout: str, schedule: str, route: str) -> None:
     """A document ends inside a block of 128 rows. With several batch entries, parts of a block are not contiguous."""
     case = Case.random(600, batch=2, dim=8, value_dim=16)

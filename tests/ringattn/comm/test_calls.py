@@ -159,7 +159,7 @@ def check_difference(kind: str, ranks: int, directory: Path, interval: float) ->
 
 
 # The other kinds are slow, because every test starts two processes.
-QUICK_DIFFERENCES = list(DIFFERENCES)[::16]
+QUICK_DIFFERENCES = list(DIFFERENCES)[::24]
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from ringattn import Layout, Mask, ring_attention
 from ringattn.comm import connect, nvlink
 from ringattn.comm.nvlink import Slots, padded_bytes
 from ringattn.planning.schedule import direct
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.ringattn.comm.fake_gpus import Capture, Event, RunOnHost, every_message_waits_for_an_event
 from tests.ringattn.rings import Case, assert_close, masks, unshard_results
 
 
-@every_pair(ranks=(2, 3, 4), schedule=("state", "kv", "auto"), results=("kept", "merged"))
+@every_value(ranks=(2, 3, 4), schedule=("state", "kv", "auto"), results=("kept", "merged"))
 def test_passes_one_after_the_other(
     ranks: int, schedule: str, results: str, run_on_host: RunOnHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,12 +7,12 @@ from ringattn import Layout, Mask, ulysses, ulysses_attention
 from ringattn.comm import connect
 from ringattn.comm.all_to_all import HeadSlice, TokenSlice
 from ringattn.comm.nvlink_all_to_all import StridedCopy, _strided_copies
-from tests.covering import every_pair
+from tests.covering import every_value
 from tests.ringattn.comm.fake_gpus import Capture, RunOnHost, every_message_waits_for_an_event
 from tests.ringattn.rings import Case, assert_close, masks, unshard_results
 
 
-@every_pair(ranks=(2, 3, 4), chunks=(1, 2), saved=("saved", "recomputed"))
+@every_value(ranks=(2, 3, 4), chunks=(1, 2), saved=("saved", "recomputed"))
 def test_calls_in_graphs_and_outside(
     ranks: int, chunks: int, saved: str, run_on_host: RunOnHost, capture: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -173,8 +173,8 @@ def check_fault(operation: str, in_backward: bool) -> None:
 @pytest.mark.parametrize(
     ("operation", "in_backward"),
     [
-        (operation, in_backward)
-        for operation in OPERATIONS
+        pytest.param(operation, in_backward, marks=[pytest.mark.slow] * ((i + in_backward) % 2))
+        for i, operation in enumerate(OPERATIONS)
         for in_backward in (False, True)
         if (operation, in_backward) != ("decoding", True)
     ],

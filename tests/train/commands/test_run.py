@@ -357,6 +357,7 @@ def kill_rank_1(rank: int) -> None:
         trainer.take_step = take_last_step
 
 
+@pytest.mark.slow
 def test_other_ranks_report_a_killed_rank(tmp_path):
     arguments = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "trainer.steps=100000", "trainer.checkpoint_every=0"]
     succeeded, _, stderr = launch_ranks(2, tmp_path, *arguments, prepare=kill_rank_1)

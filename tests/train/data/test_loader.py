@@ -192,6 +192,7 @@ def test_only_masks_with_documents_are_planned_ahead(mask_documents: bool) -> No
     assert all(len(step.plans) == mask_documents for step in prepared.prepare(0, [Requests((), ())]))
 
 
+@pytest.mark.slow
 def test_the_error_of_a_process_reaches_the_trainer() -> None:
     """Before, the trainer sends a preparation that is larger than the buffer of a pipe, without waiting for the process."""
     ahead, prepared = AheadLoader(), preparation(seq_len=64, failing=6)

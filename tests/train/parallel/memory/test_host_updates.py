@@ -87,6 +87,7 @@ def slow_updates() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_on_one_rank(corpus, tmp_path, slow_updates):
     with one_rank():
         check_equal(corpus, tmp_path, 1, {"offload, then partial": (2, 1)})
