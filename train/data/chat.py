@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ringattn.train.data.tokenizer import JsonTokenizer, name_of, read_config
+from ringattn.train.data.tokenizer import JsonTokenizer, name_of, read_tokenizer_config
 from ringattn.train.settings.config import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -135,21 +135,22 @@ def load_template(tokenizer: str, name: str = "default") -> ChatTemplate:
     if tokenizer == "bytes":
         raise ConfigError("data.format=chat requires a chat template, but data.tokenizer=bytes has none: leave data.format out")
     folder = Path(tokenizer).expanduser().parent
-    config = read_config(folder, "tokenizer_config.json")
+    config = read_tokenizer_config(folder)
     path, source = folder / "tokenizer_config.json", config.get("chat_template")
     files = folder / "additional_chat_templates" / f"{name}.jinja", folder / "chat_template.jinja"
     if file := next((file for file in files if file.is_file()), None):
         path, source = file, file.read_text("utf-8")
-    elif isinstance(source, list):  # several named templates
-        named = {each.get("name"): each.get("template") for each in source}
+    elif isinstance(source, (list, dict)):  # several named templates
+        entries = [each for each in source if isinstance(each, dict)]
+        named = source if isinstance(source, dict) else {each.get("name"): each.get("template") for each in entries}
         source = named.get(name, named.get("default"))
     if not isinstance(source, str):
+        found = config.get("chat_template")
+        entry = "no entry chat_template" if found is None else f"chat_template={found!r:.80} without a default"
         raise ConfigError(
-            f"data.format=chat requires a chat template, but {folder} has neither chat_template.jinja nor an entry "
-            "chat_template in tokenizer_config.json: add one of them"
+            f"data.format=chat requires a chat template, but {folder} has no chat_template.jinja, and its "
+            f"tokenizer_config.json has {entry}: add one of them"
         )
-    if "added_tokens_decoder" not in config:  # as in transformers
-        config |= read_config(folder, "special_tokens_map.json")
     tokens = config | (extra if isinstance(extra := config.get("extra_special_tokens"), dict) else {})
     variables = {key: name_of(token) for key, token in tokens.items() if key.endswith("_token")}
     template = ChatTemplate(path, source, {key: token for key, token in variables.items() if isinstance(token, str)})

@@ -81,7 +81,7 @@ class JsonTokenizer:
         self._is_parsed = special_tokens == "parse"
         self._tokenizer.encode_special_tokens = not self._is_parsed
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
-        config = read_config(Path(path).expanduser().parent, "tokenizer_config.json")
+        config = read_tokenizer_config(Path(path).expanduser().parent)
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
@@ -101,7 +101,7 @@ class JsonTokenizer:
     def _find_eos(self, path: str | Path, given: str | None, config: dict[str, Any]) -> int:
         name, source = given, "data.eos_token"
         if name is None:
-            name, source = name_of(config.get("eos_token")), "tokenizer_config.json"
+            name, source = name_of(config.get("eos_token")), "tokenizer_config.json or special_tokens_map.json"
         if name is None:
             name, source = read_config(Path(path).expanduser().parent, "config.json").get("eos_token_id"), "config.json"
             name = name[0] if isinstance(name, list) and name else name
@@ -203,6 +203,12 @@ def load_tokenizer(name: str, eos_token: str | None = None, special_tokens: str 
 def name_of(token: Any) -> Any:
     """Return the name of a token, which `tokenizer_config.json` stores as a string or as a dict."""
     return token.get("content") if isinstance(token, dict) else token
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json. As in transformers, special_tokens_map.json replaces the tokens of older files."""
+    config = read_config(folder, "tokenizer_config.json")
+    return config if "added_tokens_decoder" in config else config | read_config(folder, "special_tokens_map.json")
 
 
 def read_config(folder: Path, name: str) -> dict[str, Any]:

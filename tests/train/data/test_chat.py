@@ -113,8 +113,18 @@ def test_template_in_its_own_file_and_among_several(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(MARKED)
     assert chat.load_template(config.tokenizer).source == MARKED
     (tmp_path / "chat_template.jinja").unlink()
+    path.write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": {"default": CHATML, "tool_use": "x"}}))
+    assert AutoTokenizer.from_pretrained(tmp_path).get_chat_template() == CHATML
+    assert chat.load_template(config.tokenizer).source == CHATML
+    assert chat.load_template(config.tokenizer, "tool_use").source == "x"
+    for found in ({"tool_use": "x"}, [{"name": "tool_use", "template": "x"}], ["x"], {}, 7):
+        path.write_text(json.dumps({"chat_template": found}))
+        with pytest.raises(
+            ConfigError, match=re.escape(f"tokenizer_config.json has chat_template={found!r} without a default")
+        ):
+            chat.load_template(config.tokenizer)
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="requires a chat template"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json has no entry chat_template"):
         chat.load_template(config.tokenizer)
 
 

@@ -195,6 +195,25 @@ def test_the_files_of_a_model_name_the_end_of_text_token(given, tokenizer_config
         assert transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path).eos_token_id == tokenizer.eos
 
 
+@pytest.mark.parametrize("has_decoder", [False, True])
+@pytest.mark.parametrize("token", ["<|stop|>", {"content": "<|stop|>", "lstrip": False}, None])
+def test_special_tokens_map_replaces_tokens_as_in_transformers(has_decoder, token, tmp_path):
+    entries = {
+        "tokenizer_class": "TokenizersBackend",
+        "eos_token": "<|im_end|>",
+        "bos_token": "<|im_end|>",
+        "add_bos_token": True,
+    }
+    decoder = {"added_tokens_decoder": {"4": {"content": "<|im_end|>", "special": True}}} if has_decoder else {}
+    path = save_chat_tokenizer(tmp_path, entries | decoder, {"eos_token_id": 4})
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": token, "bos_token": "<|stop|>"}))
+    tokenizer = load_tokenizer(str(path))
+    transformers = pytest.importorskip("transformers")
+    expected = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer.token(tokenizer.eos) == (expected.eos_token or "<|im_end|>")
+    assert tokenizer.token(tokenizer.bos) == expected.bos_token
+
+
 @pytest.mark.parametrize(
     ("given", "tokenizer_config", "config", "message"),
     [
