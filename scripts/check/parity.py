@@ -192,7 +192,13 @@ def tiny_model() -> nn.Module:
 def load_model(folder: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    longest = max(max(lengths) for case, _ in CASES.values() for rows in case for _, lengths, _ in rows)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
+    learned = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()]
+    if learned and positions < longest:
+        raise SystemExit(f"{folder} has {positions} learned positions: this check needs a model with at least {longest}")
+    return model
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -206,8 +212,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
+    model = tiny_model() if args.model is None else load_model(args.model)
     connect_ranks()
-    table = check(tiny_model if args.model is None else lambda: load_model(args.model), pick_device("auto"))
+    table = check(lambda: model, pick_device("auto"))
     failures = [row for row in table if any(cell != MISSING and not float(cell) <= LIMIT for cell in row[2:])]
     if dist.get_rank() == 0:
         print(markdown_table(" | ".join(("ring", "data", *QUANTITIES, "limit")), ([*row, f"{LIMIT:.0e}"] for row in table)))

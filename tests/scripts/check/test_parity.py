@@ -1,7 +1,7 @@
 """The check of training on rings passes, and reports ignored documents, labels and tokens of other ranks."""
 
 import os
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from scripts.check import parity
 from scripts.command import rank_variables, serve_store
 from tests.distributed import run_ranks
+from tests.ringattn.transformers.small_models import new_model
 
 PASSED = "every difference is within its limit"
 
@@ -46,6 +47,20 @@ def test_folder_without_a_model_is_rejected(tmp_path, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         parity.main(["--model", str(tmp_path)])
     assert f"argument --model: {tmp_path} has no config.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "llama"])
+def test_few_learned_positions_are_an_error(kind, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary embeddings have no limit."""
+    monkeypatch.setattr(parity, "CASES", {"packed": parity.CASES["packed"]})
+    settings = dict(word_embed_proj_dim=32, ffn_dim=64, dropout=0.0) if kind == "opt" else {}
+    for positions in (102, 103):
+        model = new_model(kind, max_position_embeddings=positions, **settings)
+        model.save_pretrained(tmp_path)
+        is_few = positions == 102 and kind != "llama"
+        message = f"{tmp_path} has 102 learned positions: this check needs a model with at least 103"
+        with pytest.raises(SystemExit, match=message) if is_few else nullcontext():
+            assert parity.main(["--model", str(tmp_path)]) == 0
 
 
 # The exit status and the number of rows that exceed the limit, by the name of the model.
