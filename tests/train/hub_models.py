@@ -155,6 +155,8 @@ def import_folder(folder: Path, directory: Path, **changes: object) -> Path:
     values = {"trainer.init_from": str(folder)} | {name.replace("__", "."): value for name, value in changes.items()}
     config = with_settings(folder_config(folder), values)
     model = GPT(config.model, load_tokenizer(config.data.tokenizer).vocab_size)
+    for parameter in model.parameters():
+        parameter.data.zero_()  # the folder may lack rows of the embedding
     huggingface.load(folder, model)
     return storage.save(directory, 1, state_dict.model_state(model), {"config": asdict(config)}, keep=1)
 
