@@ -409,9 +409,13 @@ def _parquet_rows(file: str, config: DataConfig, begin: int = 0, end: int | None
             texts = pyarrow.string(), pyarrow.large_string(), pyarrow.null()
             if config.format == "text" and (kind := schema.field(config.column).type) not in texts:
                 raise no_text(file, config.column, kind)
-            groups = range(begin, reader.num_row_groups if end is None else end)
             first = sum(reader.metadata.row_group(index).num_rows for index in range(begin))
-            yield from _arrow_rows(file, reader.iter_batches(64, groups, columns), config, first)
+            for index in range(begin, reader.num_row_groups if end is None else end):
+                try:
+                    yield from _arrow_rows(file, reader.iter_batches(64, [index], columns), config, first)
+                except READ_ERRORS as error:
+                    yield file, _cannot_read_file(file, error)
+                first += reader.metadata.row_group(index).num_rows
     except ConfigError as error:
         yield file, error
     except READ_ERRORS as error:
@@ -434,13 +438,10 @@ def hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
 def _arrow_rows(where: str, batches: Iterable[Any], config: DataConfig, first: int) -> Iterator[Entry]:
     number = itertools.count(first + 1)
     for batch in batches:
-        if config.format == "text":
-            for value in batch[config.column]:
-                place = f"{where}, row {next(number)}"
-                yield place, _attempt(_arrow_text, place, value, config.max_document_mb)
-        else:
-            for record in batch.to_pylist():
-                yield f"{where}, row {next(number)}", record
+        is_text = config.format == "text"
+        for row in batch[config.column] if is_text else map(batch.slice, range(batch.num_rows), itertools.repeat(1)):
+            place = f"{where}, row {next(number)}"
+            yield place, _attempt(_arrow_text if is_text else _arrow_record, place, row, config.max_document_mb)
 
 
 def _arrow_text(where: str, value: pyarrow.Scalar, limit_mb: int) -> str:
@@ -449,15 +450,25 @@ def _arrow_text(where: str, value: pyarrow.Scalar, limit_mb: int) -> str:
     return _decode(where, content, "utf-8")
 
 
+def _arrow_record(where: str, row: Any, _: int) -> dict[str, Any]:
+    try:
+        return row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        raise _not_utf8(where, error) from None
+
+
 # "utf-8-sig" removes the byte-order mark at the beginning of a file.
 def _decode(where: object, content: bytes, encoding: str = "utf-8-sig", is_file: bool = False) -> str:
     try:
         return content.decode(encoding)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        where = f"{where}, line {line}" if is_file else where
-        byte = f"{content[error.start]:#04x}"
-        raise ConfigError(f"{where}: the byte {byte} is not UTF-8: convert the file to UTF-8, or remove it") from None
+        raise _not_utf8(f"{where}, line {line}" if is_file else where, error) from None
+
+
+def _not_utf8(where: object, error: UnicodeDecodeError) -> ConfigError:
+    byte = f"{error.object[error.start]:#04x}"
+    return ConfigError(f"{where}: the byte {byte} is not UTF-8: convert the file to UTF-8, or remove it")
 
 
 def check_size(where: object, size: int, limit_mb: int) -> None:

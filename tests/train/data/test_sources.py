@@ -290,6 +290,35 @@ def test_only_a_file_has_a_byte_order_mark(source, tmp_path):
     assert [text for _, text in documents] == texts
 
 
+def documents_and_faults(config: DataConfig) -> tuple[list[sources.Entry], list[ConfigError]]:
+    corpus = sources.Corpus(config)
+    entries = [entry for piece in corpus.pieces for entry in corpus.read(piece)]
+    faults = [content for _, content in entries if isinstance(content, ConfigError)]
+    return [entry for entry in entries if entry[1] not in faults], faults
+
+
+def test_a_damaged_row_group_costs_only_its_own_rows(tmp_path):
+    """Each of four row groups has 100 rows. The second one is damaged, which is one fault."""
+    table = pa.table({"text": [f"{i:03}" for i in range(400)]})
+    options = {"row_group_size": 100, "write_page_checksum": True, "compression": "none", "use_dictionary": False}
+    (tmp_path / "a.parquet").write_bytes(parquet(table, **options).replace(b"150", b"xyz"))
+    documents, faults = documents_and_faults(config("parquet", path=f"{tmp_path}/a.parquet"))
+    rows = [int(text) for _, text in documents]
+    assert rows == [number for number in range(400) if number not in range(100, 200)]
+    assert [place for place, _ in documents[99:101]] == [f"{tmp_path}/a.parquet, row {number}" for number in (100, 201)]
+    assert len(faults) == 1
+
+
+def test_a_record_with_a_wrong_byte_is_faulty(tmp_path):
+    table = pa.table({"prompt": ["a", "b", "c"], "completion": ["one", "three", "four"]})
+    (tmp_path / "a.parquet").write_bytes(parquet(table).replace(b"three", b"th\xffee"))
+    settings = {"path": f"{tmp_path}/a.parquet", "format": "prompt_completion"}
+    assert_one_line_error(config("parquet", **settings), "a.parquet, row 2: the byte 0xff is not UTF-8: convert")
+    documents, faults = documents_and_faults(config("parquet", **settings))
+    assert [record["completion"] for _, record in documents] == ["one", "four"]
+    assert len(faults) == 1
+
+
 def test_parquet_files_without_rows_are_faulty(tmp_path):
     for name, table in (("a", pa.table({})), ("b", TEXTS), ("c", TEXTS[:0]), ("d", pa.table({"text": [None]})), ("e", TEXTS)):
         (tmp_path / f"{name}.parquet").write_bytes(parquet(table))
