@@ -203,7 +203,7 @@ def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current
     changes = _changes(meta, config, ("data",), free=("data.mask_documents", "data.max_document_mb", "data.num_proc"))
     if changes:
         return ", ".join(changes.values())
-    if any(saved.get(name) != current.get(name) for name in ("tokens_per_epoch", "documents", "text")):
+    if any(saved.get(name) != current.get(name) for name in ("tokens_per_epoch", "documents", "text", "checksum")):
         tokens = [fingerprint.get("tokens_per_epoch") for fingerprint in (saved, current)]
         change = "" if None in tokens else f" from {tokens[0]} to {tokens[1]} tokens"
         return f"the text of {config.data.description} has changed{change}, but no setting"

@@ -12,7 +12,7 @@ from ringattn.train.data.batch import Batch
 from ringattn.train.data.shards import Documents
 from ringattn.train.model.loss import IGNORE
 
-# The checksum of a corpus covers at most NUM_SAMPLED documents.
+# `sampled` covers at most NUM_SAMPLED documents. Checkpoints of earlier versions contain no other checksum of the text.
 NUM_SAMPLED = 64
 # The orders of packing and of evaluation are the same in every epoch. The seeds of both orders contain the following numbers in
 # place of the number of the epoch.
@@ -86,11 +86,15 @@ class TokenisedDocuments(NumberedSequences):
             crc = zlib.crc32(self._documents[int(index)].astype(np.int32).data, crc)
         return crc
 
+    @functools.cached_property
+    def checksum(self) -> int:
+        """Return a CRC-32 of the checksums of all documents. No tokens are read."""
+        return zlib.crc32(self._documents.store.keys[self._documents.numbers].tobytes())
+
     @property
     def fingerprint(self) -> dict[str, int | str]:
-        order = zlib.crc32(self.lengths.tobytes())
-        known = {"tokens_per_epoch": self.tokens_per_epoch, "documents": order, "text": self.sampled}
-        return {**known, "seq_len": self.seq_len, "seed": self.seed}
+        known = {"documents": zlib.crc32(self.lengths.tobytes()), "text": self.sampled, "checksum": self.checksum}
+        return {"tokens_per_epoch": self.tokens_per_epoch, **known, "seq_len": self.seq_len, "seed": self.seed}
 
 
 class PaddedSequences(TokenisedDocuments):

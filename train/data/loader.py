@@ -234,12 +234,9 @@ class AheadLoader(Loader):
         while len(self._pending) <= AHEAD:
             step = self._pending[-1] + self.preparation.sequences_per_step if self._pending else consumed
             self._pending.append(step)
-            self._send((step, self._requests))
+            self._sending.join()
+            self._write(_encode((step, self._requests)))
         return self._receive()
-
-    def _send(self, message: Any) -> None:
-        self._sending.join()
-        self._write(_encode(message))
 
     def _write(self, data: bytes) -> None:
         with suppress(OSError):  # The process has ended, which `_receive` reports.

@@ -49,8 +49,11 @@ class MixtureDataset(NumberedSequences):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        sources = {name: [self.weights[name], each.fingerprint] for name, each in self.sources.items()}
-        return {"sequences": f"a mixture in groups of {self.group_size}", "sources": sources}
+        known = {name: each.fingerprint for name, each in self.sources.items()}
+        # Checkpoints of earlier versions have no checksums, so `sources` must not contain them.
+        checksums = [each.pop("checksum") for each in known.values()]
+        sources = {name: [self.weights[name], each] for name, each in known.items()}
+        return {"sequences": f"a mixture in groups of {self.group_size}", "sources": sources, "checksum": checksums}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         counts, source = self._locate(index)

@@ -137,6 +137,11 @@ def test_a_change_of_a_weight_or_a_source_changes_the_fingerprint(tmp_path):
     before = load_training(config, BytesTokenizer()).fingerprint
     assert json.loads(json.dumps(before)) == before
     assert load_training(config, BytesTokenizer()).fingerprint == before
+    assert "checksum" not in str(before["sources"]), "checkpoints of earlier versions have no checksums there"
+    path = Path(config.mix[2].path)
+    path.write_text(path.read_text().replace("c", "d", 1))
+    changed = load_training(config, BytesTokenizer()).fingerprint
+    assert [a == b for a, b in zip(changed["checksum"], before["checksum"], strict=True)] == [True, True, False]
     other = with_settings(
         Config(data=config), {"data.mix": [*config.mix[:2], MixSource("c", 0.2, "jsonl", config.mix[2].path)]}
     )

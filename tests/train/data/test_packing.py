@@ -178,6 +178,22 @@ def test_the_checksum_of_samples_identifies_the_text():
     assert pack(corpus, 1).sampled != pack([[0], *corpus[:-1]], 1).sampled
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.3])
+def test_a_change_of_any_document_changes_the_fingerprint(fraction):
+    """Also if `sampled` does not read the document, or if the document is partly held out."""
+    documents = [[number, 1, 2] for number in range(200)]
+
+    def training(corpus: list[list[int]]) -> PackedDataset:
+        whole = Documents.of(Rows(corpus))
+        return PackedDataset(split_documents(whole, fraction, 4)[0] if fraction else whole, 4, seed=0)
+
+    before = training(documents)
+    for number in before._documents.numbers.tolist():
+        after = training([*documents[:number], [number, 1, 3], *documents[number + 1 :]])
+        assert after.fingerprint.pop("checksum") != before.fingerprint.pop("checksum")
+        assert after.lengths.tolist() == before.lengths.tolist()
+
+
 def test_documents_in_another_order_are_another_corpus():
     first, second = (pack(corpus, 1) for corpus in ([[1], [2, 3]], [[2, 3], [1]]))
     assert first.fingerprint != second.fingerprint
