@@ -37,6 +37,7 @@ from ringattn.planning.ulysses_degree import MAX_PLANNED_RANKS
 from ringattn.train.commands.errors import USER_ERRORS
 from ringattn.train.commands.messages import describe_error
 from ringattn.train.commands.run import CONFIGS
+from ringattn.train.model import float8
 from ringattn.train.parallel import prediction
 from ringattn.train.parallel.graphs import choose_graphs
 from ringattn.train.parallel.memory.capacity import GIB, Capacity, Needs, describe_bytes
@@ -195,8 +196,8 @@ def compose(model: str, seq_len: int, settings: list[str]) -> Config:
     return config
 
 
-def check_assumptions(config: Config, settings: list[str]) -> None:
-    """Raise ConfigError if a setting contradicts an option or the assumptions of the predictions."""
+def check_assumptions(config: Config, settings: list[str], gpu: str) -> None:
+    """Raise ConfigError if a setting contradicts an option, the GPU or the assumptions of the predictions."""
     for setting in settings:
         if option := {"model": "--model", "data.seq_len": "--seq-len"}.get(setting.partition("=")[0].lstrip("+")):
             raise ConfigError(f"{setting} contradicts {option}: use only the option {option}")
@@ -212,6 +213,9 @@ def check_assumptions(config: Config, settings: list[str]) -> None:
             f"{setting} is impossible: predictions are for bf16 with torch.compile on GPUs, and for sequences of one document; "
             "leave it out"
         )
+    name, capability, _ = GPUS[gpu]
+    if trainer.float8 and (capability, 0) < float8.CAPABILITY:
+        raise ConfigError(f"trainer.float8=true is impossible on {name}: choose another --gpu, or leave trainer.float8 out")
 
 
 def main(argv: list[str]) -> None:
@@ -229,7 +233,7 @@ def main(argv: list[str]) -> None:
     try:
         check_overrides(settings)
         config = compose(args.model, args.seq_len, settings)
-        check_assumptions(config, settings)
+        check_assumptions(config, settings, args.gpu)
         for count in args.gpus:
             if not meshes(config, count):
                 check_mesh(config, count)

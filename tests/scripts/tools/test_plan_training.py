@@ -65,6 +65,15 @@ def test_an_impossible_mesh_is_reported_in_one_line(setting, error, capsys):
     assert not capsys.readouterr().out
 
 
+def test_fp8_requires_a_gpu_with_fp8_products(capsys):
+    arguments = ["--model", "52m", "--seq-len", "8192", "--gpus", "1", "trainer.float8=true", "--gpu"]
+    for gpu in ("h100", "b200"):
+        plan_training.main([*arguments, gpu])
+        assert lines(capsys.readouterr().out, "mesh")
+    with pytest.raises(SystemExit, match=r"^error: trainer.float8=true is impossible on NVIDIA A100-SXM4-80GB: choose"):
+        plan_training.main([*arguments, "a100"])
+
+
 @pytest.mark.parametrize("setting", ["memory.optimizer=[1", "memory.optimizer=host", "trainer.step=1", "data.seq_len=x"])
 def test_a_malformed_setting_is_reported_in_one_line(setting):
     with pytest.raises(SystemExit) as raised:
