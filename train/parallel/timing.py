@@ -161,8 +161,9 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     chunks = plan.num_chunks(rows)
     share = 1 if chunks > 1 else plan.recomputed_blocks / layers
     before = plan.recomputed_blocks * estimate.projection_parameters(model) if chunks > 1 else 0
-    speedup, traffic = (FLOAT8_SPEEDUP, FLOAT8_TRAFFIC) if config.trainer.float8 else (1, 1)
-    speed = gpu.matmul * speedup
+    # The experts stay in bf16.
+    in_fp8 = config.trainer.float8 * (1 if model.experts is None else layers * estimate.attention_parameters(model) / used)
+    speed, traffic = gpu.matmul / (1 - in_fp8 + in_fp8 / FLOAT8_SPEEDUP), 1 + in_fp8 * (FLOAT8_TRAFFIC - 1)
     per_layer = ELEMENTS_PER_DIM * model.dim + ELEMENTS_PER_FFN_DIM * estimate.hidden_dim(model)
     elements = traffic * size * tokens * layers * per_layer / gpu.memory
     gathers = 2 if estimate.reshard_after_forward(model, machine.bf16) else 1

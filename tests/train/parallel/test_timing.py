@@ -83,6 +83,17 @@ def test_float8_speeds_up_products_and_adds_traffic():
     assert times[0] - times[1] == pytest.approx(saved - added)
 
 
+def test_float8_does_not_speed_up_experts():
+    """The speedup then applies only to the products of attention's four matrices."""
+    model = replace(LLAMA, experts=8, experts_per_token=2)
+    config = Config(model=model, data=DataConfig(seq_len=65_536, mask_documents=False))
+    config8 = with_settings(config, {"trainer.float8": True})
+    machine = GPUS._replace(gpu=GPUS.gpu._replace(memory=1e30))
+    times = [step_time(each, ALONE, machine, MemoryPlan(), NO_ATTENTION).seconds for each in (config, config8)]
+    attention = 2 * 4096 * (32 + 8) * 128
+    assert times[0] - times[1] == pytest.approx(6 * 65_536 * 32 * attention / GPUS.gpu.matmul * (1 - 32.3 / 61.1))
+
+
 def test_moments_in_8_bits_save_memory_traffic():
     config = Config(model=LLAMA, data=DataConfig(seq_len=65_536, mask_documents=False))
     config8 = with_settings(config, {"memory.moments": "8bit"})

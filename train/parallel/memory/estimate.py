@@ -37,12 +37,12 @@ def _block_bytes(model: ModelConfig, bf16: bool) -> int:
 
 
 def block_parameters(model: ModelConfig) -> int:
-    return _attention_parameters(model) + model.dim * ((model.experts or 1) * 3 * model.resolved_ffn_dim + (model.experts or 0))
+    return attention_parameters(model) + model.dim * ((model.experts or 1) * 3 * model.resolved_ffn_dim + (model.experts or 0))
 
 
 def used_block_parameters(model: ModelConfig) -> int:
     """Count the parameters of a block that one token uses."""
-    return _attention_parameters(model) + model.dim * (3 * hidden_dim(model) + (model.experts or 0))
+    return attention_parameters(model) + model.dim * (3 * hidden_dim(model) + (model.experts or 0))
 
 
 def other_parameters(model: ModelConfig, vocab_size: int) -> int:
@@ -55,7 +55,7 @@ def projection_parameters(model: ModelConfig) -> int:
     return model.dim * sum(_attention_dims(model))
 
 
-def _attention_parameters(model: ModelConfig) -> int:
+def attention_parameters(model: ModelConfig) -> int:
     return model.dim * 2 * (model.heads + model.kv_heads) * model.resolved_head_dim
 
 
