@@ -44,6 +44,9 @@ ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 # The columns of conversations that some libraries pass to the chat template, but this package does not
 IGNORED_COLUMNS = ("documents", "chat_template_kwargs")
 
+# This encoding removes the byte-order mark at the beginning of a file.
+ENCODING = "utf-8-sig"
+
 # The maximum number of held-out rows of a streamed hub dataset
 HELD_OUT_ROWS = 10_000
 
@@ -249,12 +252,17 @@ def _joined(folder: str, members: list[str], config: DataConfig) -> Iterator[Ent
 
 
 def _read_library_file(file: str, _: int) -> str:
-    return Path(file).read_text("utf-8-sig", "replace")
+    return Path(file).read_text(ENCODING, "replace")
 
 
-def _attempt(read: Callable[..., Content], *arguments: Any) -> Content:
+def _attempt(read: Callable[..., Content], where: object, *arguments: Any) -> Content:
+    """Return `read(where, ...)`, or its error."""
     try:
-        return read(*arguments)
+        return read(where, *arguments)
+    except UnicodeDecodeError as error:
+        line = f", line {error.object.count(10, 0, error.start) + 1}" if read is _read_text else ""
+        byte = f"{error.object[error.start]:#04x}"
+        return ConfigError(f"{where}{line}: the byte {byte} is not UTF-8: convert the file to UTF-8, or remove it")
     except ConfigError as error:
         return error
 
@@ -358,7 +366,7 @@ def _read_text(file: str, limit_mb: int) -> str:
     except READ_ERRORS as error:
         raise _cannot_read_file(file, error) from error
     check_size(file, len(content), limit_mb)
-    return _decode(file, content, is_file=True)
+    return content.decode(ENCODING)
 
 
 def _json_rows(file: str, config: DataConfig, begin: int = 0, end: int | None = None) -> Iterator[Entry]:
@@ -447,28 +455,11 @@ def _arrow_rows(where: str, batches: Iterable[Any], config: DataConfig, first: i
 def _arrow_text(where: str, value: pyarrow.Scalar, limit_mb: int) -> str:
     content = value.as_buffer().to_pybytes() if value.is_valid else b""
     check_size(where, len(content), limit_mb)
-    return _decode(where, content, "utf-8")
+    return content.decode()
 
 
-def _arrow_record(where: str, row: Any, _: int) -> dict[str, Any]:
-    try:
-        return row.to_pylist()[0]
-    except UnicodeDecodeError as error:
-        raise _not_utf8(where, error) from None
-
-
-# "utf-8-sig" removes the byte-order mark at the beginning of a file.
-def _decode(where: object, content: bytes, encoding: str = "utf-8-sig", is_file: bool = False) -> str:
-    try:
-        return content.decode(encoding)
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise _not_utf8(f"{where}, line {line}" if is_file else where, error) from None
-
-
-def _not_utf8(where: object, error: UnicodeDecodeError) -> ConfigError:
-    byte = f"{error.object[error.start]:#04x}"
-    return ConfigError(f"{where}: the byte {byte} is not UTF-8: convert the file to UTF-8, or remove it")
+def _arrow_record(_: str, row: Any, __: int) -> dict[str, Any]:
+    return row.to_pylist()[0]
 
 
 def check_size(where: object, size: int, limit_mb: int) -> None:
@@ -504,7 +495,7 @@ def library_packages(names: list[str]) -> list[str]:
     """Return one text per package or module of Python's standard library, in the order of `names`."""
     root = Path(sysconfig.get_path("stdlib"))
     packages = itertools.groupby(map(Path, names), key=lambda file: file.relative_to(root).parts[0])
-    return ["\n".join(file.read_text("utf-8-sig", "replace") for file in package) for _, package in packages]
+    return ["\n".join(file.read_text(ENCODING, "replace") for file in package) for _, package in packages]
 
 
 def files(config: DataConfig) -> list[str]:
@@ -596,7 +587,7 @@ def _hub_name(config: DataConfig) -> str:
 
 
 def _json_row(where: object, line: bytes) -> dict[str, Any] | None:
-    content = _decode(where, line)
+    content = line.decode(ENCODING)
     if not (content := content.strip()):
         return None
     try:
