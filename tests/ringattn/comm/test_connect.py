@@ -301,7 +301,12 @@ def go_on_without_a_dead_rank(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "ranks"), [(correct_the_first_call, 2), (create_the_group_again, 2), (go_on_without_a_dead_rank, 3)]
+    ("function", "ranks"),
+    [
+        (correct_the_first_call, 2),
+        (create_the_group_again, 2),
+        pytest.param(go_on_without_a_dead_rank, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_every_handshake_has_keys_of_its_own(function: Callable, ranks: int, tmp_path: Path) -> None:
     """A handshake never reads what an earlier handshake has left in the store."""

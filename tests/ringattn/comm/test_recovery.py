@@ -58,7 +58,10 @@ def fail_at_every_kernel(rank: int, ranks: int, group: object, operation: str, i
 
 
 # Decoding sends plain messages, for which the host of a fake GPU waits, so its ranks cannot fail at different kernels.
-@pytest.mark.parametrize(("operation", "shift"), [(x, 0) for x in OPERATIONS] + [(x, 1) for x in OPERATIONS if x != "decoding"])
+@pytest.mark.parametrize(
+    ("operation", "shift"),
+    [(x, 0) for x in OPERATIONS] + [("kv", 1), *(pytest.param(x, 1, marks=pytest.mark.slow) for x in ("state", "ulysses"))],
+)
 def test_calls_over_nvlink_are_exact_after_an_exception(
     operation: str, shift: int, run_on_host: RunOnHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:

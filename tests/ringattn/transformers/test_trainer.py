@@ -99,7 +99,7 @@ def check_training(name: str, folder: Path, steps: int, resume_at: int | None = 
             torch.testing.assert_close(torch.as_tensor(x), torch.as_tensor(y), rtol=TOLERANCE, atol=atol)
 
 
-@pytest.mark.parametrize("name", ["packed", "padded on the left"])
+@pytest.mark.parametrize("name", ["packed", pytest.param("padded on the left", marks=pytest.mark.slow)])
 def test_a_ring_has_the_losses_of_one_process(name: str, ranks: RankPool, tmp_path: Path) -> None:
     ranks.run(check_training, name, tmp_path, 4)
 
