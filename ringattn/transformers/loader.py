@@ -119,6 +119,8 @@ def ignore_repeated_rows(batch: dict[str, Any], ring_size: int, accelerator: Acc
     """
     state: Any = accelerator.gradient_state
     loader, rings = state.active_dataloader, accelerator.num_processes // ring_size
+    if loader is None:  # the caller has taken the batch from elsewhere
+        return batch
     rows = len(inputs_of(batch))
     if isinstance(loader.dataset, RowsOfRing):
         loader.rest, rows = batch.get("rest", 0), loader.dataset.batch_size

@@ -196,6 +196,9 @@ def check_numbers(folder: Path) -> None:
         assert trainer.get_total_train_batch_size(args) == rings * 2 * 2
         # With two rings, the last batch of five rows is filled up with rows that do not count.
         predictions = trainer.predict(rows[:5]).predictions
+        batch = {name: value[None] for name, value in rows[0].items()}
+        logits = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)[1]  # outside of a loop over a loader
+        np.testing.assert_allclose(logits[0], predictions[0], rtol=1e-4, atol=1e-5)
         assert predictions.shape == (5, 63, 128)
         without_labels = [{name: row[name] for name in ("input_ids", "position_ids")} for row in rows[4:5]]
         for last in (rows[4:5], without_labels):
