@@ -160,8 +160,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     """Round q, k and v to FP8 as `forward` does, and return the rounded numbers in bf16, fp32 or fp64.
 
-    The returned queries and keys are rotated. The function `fp8.rotate_back` converts gradients with respect to rotated queries
-    and keys.
+    The returned queries and keys are rotated, and so are their gradients. `fp8.rotate_back` rotates the gradients back.
     """
     dtype = _exact_dtype(q.dtype)
     return tuple(fp8.dequantize(x, dtype, y.shape[1]) for x, y in zip(quantize(q, k, v), (q, k, v), strict=True))

@@ -75,7 +75,7 @@ def _level_assembly():
 def compute_levels(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
     """Return the levels as int32 (64, keys // 16, 4, 2), with two levels per word.
 
-    The keys are in the order of a tile of V (see `ringattn.kernels.fp8`), so threads exchange no data.
+    The keys have the same order as in a tile of V (see `ringattn.kernels.fp8`). Threads therefore exchange no data.
     """
     ASSEMBLY: gl.constexpr = _level_assembly()
     LEFT: gl.constexpr = CONFIG.p_layout

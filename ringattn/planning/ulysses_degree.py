@@ -70,9 +70,9 @@ def best_ulysses_degree(
 ) -> int:
     """Return the smallest U whose predicted time of both passes is at most 1% above the minimum.
 
-    U must divide `ranks` and Hq. The time includes the ring. It also includes all-to-alls while attention waits for them. For
-    64 ranks, the prediction takes about a second. For more than MAX_PLANNED_RANKS ranks, the choice minimises `bytes_per_row`,
-    and U divides the number of ranks per host.
+    U must divide `ranks` and Hq. The predicted time includes the ring, and the time in which attention waits for
+    all-to-alls. For 64 ranks, the prediction takes about a second. For more than MAX_PLANNED_RANKS ranks, the choice minimises
+    `bytes_per_row`, and U divides the number of ranks per host.
 
     Args:
         q: (B, S, Hq, D), k: (B, S, Hkv, D), v: (B, S, Hkv, Dv): tensors of the whole sequence, which may be on the "meta"

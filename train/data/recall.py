@@ -71,7 +71,7 @@ class RecallDataset(NumberedSequences):
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return a sequence: its tokens and labels, both int64 (S,), and the length of each document.
 
-        If filler tokens fill the end of the sequence, the last length is their number.
+        If a sequence ends with filler tokens, the last length is the number of filler tokens.
         """
         random = np.random.Philox(key=[self._seed, index])
         lengths = document_lengths(self.seq_len)

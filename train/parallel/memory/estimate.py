@@ -251,7 +251,7 @@ def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPl
     model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
     query_dim, key_value_dim = _attention_dims(model)
     # A ring keeps three fp32 tensors with the shape of the queries. The tensors are dq of this rank, dq of the current local
-    # step, and a dq in flight.
+    # step, and a dq that is being sent.
     temporary = 12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim
     if head_chunks > 1:
         # A chunk of heads has its own q, k, v, out and dout. At the end of the backward pass, the gradients of all heads exist.
