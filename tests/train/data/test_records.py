@@ -29,8 +29,10 @@ lengths_of_records = st.lists(st.integers(1, 20), min_size=1, max_size=40)
 
 
 def records_of(lengths: list[int]) -> Documents:
-    """Records whose tokens are 100 times the number of the record plus their position. Every third token has a loss."""
-    rows = [[100 * i + j if j % 3 == 2 else ~(100 * i + j) for j in range(length)] for i, length in enumerate(lengths)]
+    """Records whose tokens are 100 times the number of the record plus their position. Every third token has a loss. Padding is
+    0, so records are numbered from 1 on.
+    """
+    rows = [[100 * i + j if j % 3 == 2 else ~(100 * i + j) for j in range(length)] for i, length in enumerate(lengths, 1)]
     return Documents.of(Rows(rows))
 
 
@@ -66,11 +68,11 @@ def test_an_epoch_contains_every_short_record_once(lengths, seq_len, seed, group
             for length in documents:
                 part, marked = tokens[begin : begin + length], labels[begin : begin + length]
                 begin += length
-                number = part[0] // 100
-                if begin == seq_len and part == [0] * length and (length > 1 or lengths[0] > 1 or 0 in found):
+                number = part[0] // 100 - 1
+                if begin == seq_len and part == [0] * length:
                     assert marked == [IGNORE] * length
                     continue
-                assert part == list(range(100 * number, 100 * number + lengths[number]))
+                assert part == list(range(100 * number + 100, 100 * number + 100 + lengths[number]))
                 assert marked == [t + 1 if t % 100 % 3 == 1 else IGNORE for t in part[:-1]] + [IGNORE]
                 found.append(number)
         assert len(found) == len(set(found))
@@ -119,7 +121,7 @@ def test_targets_of_an_evaluation_are_labels(length):
         assert (groups < targets.num_groups).sum() == len(labels) == targets.tokens.sum()
         found.append((sorted(labels.tolist()), targets.checksum))
     assert found[0] == found[1]
-    assert found[0][0] == [100 * i + j for i, n in enumerate(lengths) if n <= 20 for j in range(2, n, 3)]
+    assert found[0][0] == [100 * i + j for i, n in enumerate(lengths, 1) if n <= 20 for j in range(2, n, 3)]
     for count in (1, 4, 8, 12):
         few = Targets(RecordDataset(records_of(lengths), 20, seed=0), 20, [length], count, mask_documents=True)
         assert count <= few.tokens.sum() < count + 6, "whole records, each with at most 6 labels"
