@@ -17,6 +17,7 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add, tma_store
 from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT, UNSET_REF_MAX
 
+# The sign bit of l marks a row that has overflowed.
 SIGN_BIT = gl.constexpr(-(2**31))
 
 

@@ -238,6 +238,7 @@ TILES = {
     96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=True),
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=True),
 }
+# With few rows, work tiles of 128 rows leave fewer SMs idle than work tiles of 192 rows.
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=True)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 

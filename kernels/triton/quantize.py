@@ -24,6 +24,7 @@ MAX_REGISTERS = {128: 168}
 # With larger Hadamard matrices, the kernel would need more shared memory and L2 bandwidth.
 PART = 64
 
+# For exponents up to 126, the scale and its inverse are normal fp32 numbers.
 MAX_EXPONENT = tl.constexpr(126)
 
 
