@@ -83,7 +83,7 @@ class _Product(torch.autograd.Function):
         rounded, transposed = _round_both(x, scales[0], INPUTS)
         # The backward pass rounds the weight again, so that FSDP can free the gathered weight.
         ctx.save_for_backward(transposed, weight, *scales)
-        return _multiply(rounded, _round(weight, scales[1]).t(), scales, x.dtype, fast=True)
+        return _multiply(rounded, _round(weight, scales[1], INPUTS).t(), scales, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class _Product(torch.autograd.Function):
         x, weight, x_scale, weight_scale = ctx.saved_tensors
         scale = _scale(gradient, GRADIENTS)
         rounded, transposed = _round_both(gradient, scale, GRADIENTS)
-        columns = _round(weight, weight_scale).t().contiguous().t()
+        columns = _round(weight, weight_scale, INPUTS).t().contiguous().t()
         dx = _multiply(rounded, columns, (scale, weight_scale), gradient.dtype, fast=False)
         return dx, _multiply(transposed, x.t(), (scale, x_scale), weight.dtype, fast=False)
 
@@ -102,8 +102,8 @@ def _scale(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.finfo(dtype).max / largest.float().clamp(min=SMALLEST)
 
 
-def _round(x: Tensor, scale: Tensor) -> Tensor:
-    return (x.float() * scale).to(INPUTS)
+def _round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (x.float() * scale).to(dtype)
 
 
 def _multiply(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
@@ -129,7 +129,7 @@ def _round_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
     """Round scale * x (M, K) to `dtype`, and return the result (M, K) and its transpose (K, M), padded with zeros."""
     rounded, transposed = _empty(x, dtype)
     if x.device.type == "cpu":
-        rounded.copy_((x.float() * scale).to(dtype))
+        rounded.copy_(_round(x, scale, dtype))
         transposed.zero_()[:, : len(x)] = rounded.t()
     else:
         from ringattn.kernels.triton.round_both import round_both

@@ -18,7 +18,7 @@ def test_results_are_those_of_pytorch(rows, columns, dtype, device):
     rounded, transposed = (torch.full(shape, 1.0, device=device).to(dtype) for shape in ((rows, columns), (columns, padded)))
     round_both(x, scale, rounded, transposed)
     if x.is_cuda:  # Triton's interpreter does not round correctly
-        assert torch.equal(rounded.view(torch.uint8), (x * scale).to(dtype).view(torch.uint8))
+        assert torch.equal(rounded.view(torch.uint8), (x.float() * scale).to(dtype).view(torch.uint8))
     assert torch.equal(transposed[:, :rows].view(torch.uint8), rounded.t().view(torch.uint8))
     assert not transposed[:, rows:].float().any()
 
@@ -31,3 +31,9 @@ def test_numbers_that_are_not_finite_become_nan(value, device):
     round_both(x, torch.finfo(rounded.dtype).max / x.abs().amax().float(), rounded, transposed)
     assert rounded[0, 0].isnan()
     assert transposed[0, 0].isnan()
+
+
+def test_other_dtypes_are_rejected(device):
+    x = torch.ones(16, 16, device=device)
+    with pytest.raises(TypeError, match=r"x has the dtype torch\.float32: round_both requires"):
+        round_both(x, x[0, 0], x, x)
