@@ -113,7 +113,8 @@ def _multiply(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.
     are sums over all tokens.
     """
     if a.device.type == "cpu":
-        return ((a.float() / scales[0]) @ (b.float() / scales[1])).to(dtype)
+        # If forward returned x.to(x.dtype), compiled code of torch 2.11 would compute zeros as gradients.
+        return ((a.float() / scales[0]) @ (b.float() / scales[1])).to(dtype, copy=True)
     inverse = [scale.reciprocal() for scale in scales]
     return torch._scaled_mm(a, b, inverse[0], inverse[1], out_dtype=dtype, use_fast_accum=fast)
 
