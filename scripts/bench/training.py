@@ -46,6 +46,7 @@ def job_command(variant: str, model: str, length: int, ranks: int, steps: int, o
             f"data.seq_len={length}",
             "data.mask_documents=false",
             "data.eval_split=null",
+            "data.eval_fraction=0",
             "logger=off",
             f"trainer.steps={steps}",
             "trainer.batch_size=1",

@@ -94,6 +94,7 @@ def test_jobs_differ_only_in_their_variant(tmp_path: Path):
     assert "--nproc_per_node=2" in stock
     ours = bench_training.job_command("ringattn", "tiny", 128, 2, 3, tmp_path)
     assert {"model=tiny", "data.seq_len=128", "trainer.steps=3", f"hydra.run.dir={tmp_path}"} <= set(ours)
+    assert {"data.eval_split=null", "data.eval_fraction=0"} <= set(ours)  # an evaluation takes as long as several steps
 
 
 @pytest.mark.parametrize("key_heads", [4, 2], ids=["multi-head", "grouped"])
