@@ -6,8 +6,8 @@
     blockwise    anything                     everything, tile by tile in PyTorch
     reference    anything                     everything, but writes out all scores: for tests
 
-With backend="auto", a call uses the first backend in this table that can run the call. The backend "reference" must be
-requested by name.
+With backend="auto", a call uses the first backend that can run it, in the order hopper, triton, blockwise. The backend
+"reference" must be requested by name.
 """
 
 import os
@@ -64,9 +64,9 @@ def choose_backend(
 
     Args:
         dims: head dims (D, Dv).
-        plain: whether the call has at least one key, no dropout and no block mask, as the Hopper kernels require.
-        precision: as for `forward`. If the FP8 kernel cannot run, "auto" selects a backend that computes with the rounded
-            inputs in another dtype.
+        plain: whether the call has keys, no dropout and no block mask, as the Hopper kernels require.
+        precision: as for `forward`. If the FP8 kernel cannot run, "auto" selects a backend that converts the rounded inputs to
+            a wider dtype.
 
     Raises:
         ValueError: the backend is unknown or cannot run the call.
@@ -114,7 +114,7 @@ def _hopper_obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, 
         return f"the Hopper kernels do not run on {device.type}"
     if not plain:
         return "the Hopper kernels have no dropout and no block masks, and they require at least one key"
-    # The import may fail, because Gluon is experimental and changes between Triton releases.
+    # Importing the Hopper kernels may fail, because Gluon is experimental and changes between Triton releases.
     try:
         from ringattn.kernels.hopper.common import unsupported_reason
     except ImportError as error:

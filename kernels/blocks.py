@@ -11,16 +11,15 @@ from torch.nn.functional import pad
 
 from ringattn.kernels.caching import SharedTensors, is_capturing
 
-# A tile of a kernel must not cross the border between two blocks. With multiples of 64, every tile of 64 x 64 lies within one
-# block.
+# Block sizes are multiples of 64, so that every tile of 64 x 64 elements lies within one block.
 SIZE_UNIT = 64
 
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A query attends to a key if the interval mask allows the key and `keep` is True for their two blocks.
+    """A query attends to a key if the interval mask allows it and `keep` is True for their pair of blocks.
 
-    Pass the same object to every call, because the object caches lists of blocks for the kernels.
+    Reuse one `BlockMask` for all calls, because it caches the lists of blocks that the kernels read.
 
     Args:
         keep: bool (B or 1, Hq or 1, ceil(Nq / size), ceil(Nk / size)).
@@ -89,9 +88,9 @@ class BlockMask:
 
 
 def _lists(keep: Tensor) -> Tensor:
-    """List the True columns of each row of `keep` (..., C), a bool mask. Return int32 (..., C + 1, 2).
+    """List the columns of the True values in each row of the bool mask `keep` (..., C). Return int32 (..., C + 1, 2).
 
-    Entry c of a list contains the number of True values before column c, and the column of the c-th True value.
+    Entry c of a list is (number of True values before column c, column of True value number c).
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))

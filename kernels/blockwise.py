@@ -1,5 +1,5 @@
-"""Compute attention tile by tile in plain PyTorch. This is the backend for CPUs. The memory use of a call depends on the tile
-size, but not on Nq * Nk.
+"""Compute attention tile by tile in plain PyTorch. This is the backend for CPUs. The memory for scores depends on the tile
+size, but not on the sequence lengths.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """Provide caches that work with torch.compile, several CUDA streams and CUDA graphs.
 
 Without `SharedTensors`, a call could read a cached tensor before another stream has written it. PyTorch could also reuse the
-memory of a tensor while another stream still reads it. Tensors from the capture of a CUDA graph have no values before the first
-replay, so caches never keep them.
+memory of a tensor while another stream still reads it. Tensors computed during CUDA graph capture have no values before the
+first replay, so they are never cached.
 """
 
 import threading
@@ -18,8 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _get = dict.__getitem__
 _on_gpu = attrgetter("is_cuda")
-# This private function is 20 times as fast as torch.cuda.current_stream. Builds of PyTorch without CUDA do not have this
-# function.
+# The private `_cuda_getCurrentRawStream` is 20 times as fast as torch.cuda.current_stream. Builds without CUDA lack it.
 _stream_address: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _lock = threading.Lock()  # the threads of autograd and of simulated ranks share tensors
 
@@ -30,7 +29,7 @@ def _with_cache_clear(call: Any, cache_clear: Callable[[], None]) -> Any:
 
 
 def cached(maxsize: int) -> Callable[[F], F]:
-    """Return a decorator like `functools.lru_cache(maxsize)`. While torch.compile traces a function, the function does not use
+    """Return a decorator like `functools.lru_cache(maxsize)`. While torch.compile traces the decorated function, calls bypass
     the cache.
     """
 
@@ -50,7 +49,7 @@ def cached_on_device(maxsize: int | None) -> Callable[[F], F]:
     """Return a decorator like `functools.lru_cache(maxsize)` for a function that returns tensors. The last argument of the
     function must be the tensors' device.
 
-    During the capture of a CUDA graph, the call raises RuntimeError if its result is not cached.
+    During CUDA graph capture, a call raises RuntimeError if its result is not cached.
     """
 
     def decorate(function: F) -> F:
@@ -86,9 +85,9 @@ _kept_for_graphs: dict[int, object] = {}
 
 
 def keep_for_graph(thing: object, device: torch.device) -> None:
-    """During the capture of a CUDA graph on `device`, keep `thing` and its tensors until the process ends.
+    """During CUDA graph capture on `device`, keep `thing` and its tensors alive until the process ends.
 
-    Replays of the graph use the memory addresses of the capture, so this memory must never be freed.
+    Replays use the addresses from the capture, so the memory of `thing` must never be freed.
     """
     if is_capturing(device):
         _kept_for_graphs[id(thing)] = thing
@@ -97,7 +96,7 @@ def keep_for_graph(thing: object, device: torch.device) -> None:
 class SharedTensors(dict[Any, Any]):
     """A `SharedTensors` dictionary contains tensors of one device that several CUDA streams may read.
 
-    Store each tensor on the CUDA stream that computes the tensor. A read on another stream first waits until the tensor has
+    Store a tensor while the CUDA stream that computes it is current. A read on another stream first waits until the tensor has
     been written.
     """
 
@@ -118,7 +117,7 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # Read the value before the stream check, because another thread may store a new value in between.
+        # Read the value before checking the stream, because another thread may replace it in between.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value
@@ -146,8 +145,8 @@ class SharedTensors(dict[Any, Any]):
         """Make the current stream wait until all tensors are written."""
         if self._written is None or _stream_address(self._device) in self._streams:
             return
-        # A stream under capture cannot wait for work outside of its graph. A wait is unnecessary, because `torch.cuda.graph`
-        # has waited for all earlier work.
+        # A stream under capture cannot wait for work outside of its graph. During capture, no wait is needed, because
+        # `torch.cuda.graph` has waited for all earlier work.
         if not torch.cuda.is_current_stream_capturing():
             with _lock:
                 self._share(torch.cuda.current_stream(self._device))

@@ -105,7 +105,8 @@ def forward(
         precision: as in `reference.forward`, or "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which
             allows neither dropout nor a block mask.
         shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. With `shares_sms`, the Hopper
-            kernels have one program per work tile, which starts as soon as an SM is free. Other backends ignore this argument.
+            kernels launch one program per work tile, so that each starts as soon as an SM is free. Other backends ignore this
+            argument.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
@@ -160,7 +161,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 def round_to_fp8(q: Tensor, k: Tensor, v: Tensor) -> Tensors:
     """Round q, k and v to FP8 as `forward` does, and return the rounded numbers in bf16, fp32 or fp64.
 
-    The returned queries and keys are rotated, and so are their gradients. `fp8.rotate_back` rotates the gradients back.
+    The returned queries and keys are rotated. Apply `fp8.rotate_back` to their gradients.
     """
     dtype = _exact_dtype(q.dtype)
     return tuple(fp8.dequantize(x, dtype, y.shape[1]) for x, y in zip(quantize(q, k, v), (q, k, v), strict=True))
@@ -184,7 +185,7 @@ def backward_fp8(
 ) -> Gradients:
     """Compute the gradients of a forward with precision="fp8", in the dtypes of q, k and v.
 
-    Unrounded inputs would give other scores than in the forward, so exp(s - lse) could be far above 1.
+    With unrounded inputs, the recomputed scores s would not match lse, and exp(s - lse) could be far above 1.
 
     Args:
         backward: backward(q, k, v, out, lse, dout, dlse) -> (dq, dk, dv), which is called with the rounded inputs. If q is
@@ -239,7 +240,7 @@ def forward_fp8(
 def _splits_keys(q: Tensor, k: Tensor, v: Tensor, chosen: str, dropout: Dropout | None, blocks: BlockMask | None) -> bool:
     if chosen not in ("hopper", "triton") or q.dtype == torch.float32 or dropout is not None or blocks is not None:
         return False
-    # The decoding kernel reads every key once if all queries of a key head fit into one tile.
+    # If all queries of a key head fit into one tile, the decoding kernel reads each key only once.
     rows = q.shape[1] * (q.shape[2] // k.shape[2])
     return k.shape[1] >= MIN_SPLIT_KEYS and rows <= (64 if max(q.shape[3], v.shape[3]) <= 128 else 32)
 
@@ -258,9 +259,9 @@ def decode(
 ) -> Any:
     """Compute `reference.decode`, with contiguous `lo`, `hi`, `sinks` and `page_table`.
 
-    On a GPU, a split-KV kernel needs one or two launches, which can be captured in a CUDA graph. With fp64 inputs or head dims
-    above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the backend "hopper"
-    selects the Triton kernel.
+    On a GPU, decoding takes one or two launches of split-KV kernels, which can be captured in a CUDA graph. With fp64 inputs or
+    head dims above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the backend
+    "hopper" selects the Triton kernel.
 
     Raises:
         ValueError: as for `forward`.
@@ -287,8 +288,8 @@ def prepare_decode(
     """Prepare repeated calls of `decode` with the same tensors k, v and page_table. The last dimension of k and v must be
     contiguous.
 
-    Return a function of (q, lo, hi, sinks), whose shapes, dtypes and devices must be those given here. The function does not
-    check its arguments, which saves several microseconds per token.
+    Return a function of (q, lo, hi, sinks) for tensors with the same shapes, dtypes and devices as those given here. The
+    returned function does not check its arguments, which saves several microseconds per token.
     """
     choice = _choose_decode(q, v, backend)
     if choice.backend == "triton":
@@ -341,8 +342,9 @@ def backward(
 ) -> Gradients:
     """Compute `reference.backward` with the selected backend.
 
-    For head dims up to 128, the Hopper kernels sum dq in no fixed order, so its last bits vary. All other results are bitwise
-    reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq in a fixed order, which is slower.
+    For head dims up to 128, the Hopper kernels sum dq in no fixed order, so the last bits of dq vary. All other results are
+    bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq in a fixed order, which is
+    slower.
 
     Args:
         q to dv, grad_dtype: as in `reference.backward`. If `delta` is (out, dlse), the function computes delta from both
@@ -405,7 +407,7 @@ def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tenso
 
 
 class IncrementalBackward:
-    """Compute the backward of one block of queries and several blocks of keys, which a ring delivers one after another.
+    """Compute the backward of one block of queries and several blocks of keys that a ring delivers one after another.
 
     dq is accumulated in the dtype of states and rounded only once.
 

@@ -1,5 +1,5 @@
-"""Dropout of attention probabilities. Each kernel computes the needed entries of the dropout mask itself, so no kernel stores
-the mask.
+"""Dropout of attention probabilities. Each kernel recomputes the entries of the dropout mask that it needs, so the mask is
+never stored.
 
 Dropout keeps an attention probability if a random unsigned 32-bit word is at least p * 2**32. The random word is the second
 output of the generator Philox-4x32-7 (Salmon et al. 2011). The key of the generator is the seed, and its counter is (query
@@ -51,7 +51,7 @@ def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: int, rounds: int = ROUNDS) -> tuple[Tensor, ...]:
-    """A counter consists of four broadcastable int64 tensors of 32-bit words."""
+    """The `counter` is four broadcastable int64 tensors that contain 32-bit words."""
     a, b, c, d = counter
     low, high = seed & _WORD_MASK, seed >> 32
     for _ in range(rounds):

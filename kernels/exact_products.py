@@ -20,7 +20,7 @@ def under_autocast(device: torch.device) -> bool:
 
 @contextmanager
 def exact_products(device: torch.device) -> Generator[None]:
-    """While a context is active, no other thread should read or change PyTorch's precision settings."""
+    """While this context manager is active, no other thread should read or change PyTorch's precision settings."""
     global _num_users
     with _lock:
         for setting in _SETTINGS:

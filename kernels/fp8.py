@@ -6,22 +6,22 @@ one head and batch entry. The value of an element is its e4m3 number times the s
     q, k    QuantizedRows      data (B, N, H, D)         scales (B, C, H) fp32
     v       QuantizedValues    data (B, H, C, D, 128)    scales (B, C, H) fp32          C = ceil(N / 128)
 
-Scales. Scales are powers of two from 2^-126 to 2^126. A block has the smallest scale for which (largest finite magnitude) /
-scale is at most 448. If all finite elements are zero, the scale is 1. Elements that are not finite become NaN.
+Scales. Scales are powers of two from 2^-126 to 2^126. Each block has the smallest scale such that its finite magnitudes are at
+most 448 * scale. If all finite elements of a block are zero, the scale is 1. Elements that are not finite become NaN.
 
 Rotation. Every query and key is first multiplied by the same orthogonal matrix, which does not change q k^T. The rotation
-spreads large features over the whole head, which removes most of the rounding error.
+spreads outliers over all columns of a head, which removes most of the rounding error.
 
-Values. For e4m3 operands, the instruction wgmma requires that the keys of the value matrix are contiguous. Each block of values
-is therefore stored as a transposed tile (D, 128 keys), padded with zeros. In each group of 32 keys, position 16 h + 4 t + b
-contains key 8 (2 h + b // 2) + 2 t + b % 2:
+Values. For e4m3 operands, wgmma requires that the keys of V are contiguous in memory. Each block of values is therefore stored
+as a transposed tile (D, 128 keys), padded with zeros. In each group of 32 keys, position 16 h + 4 t + b contains key 8 (2 h + b
+// 2) + 2 t + b % 2:
 
     position    0 1 2 3     4 5 6 7       8 9 10 11     12 13 14 15    16 17 18 19     ...
     key         0 1 8 9     2 3 10 11     4 5 12 13     6  7  14 15    16 17 24 25     ...
 
 After the product q k^T, thread t of a quad holds the scores of the keys 2 t, 2 t + 1, 8 + 2 t and 9 + 2 t. In an FP8 wgmma,
-each thread holds four consecutive columns of the left operand. The order above puts the four keys of a thread into consecutive
-columns, so threads exchange no data.
+each thread holds four consecutive columns of the left operand. The order of keys above puts a thread's four keys into
+consecutive columns, so threads exchange no data.
 """
 
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ def num_blocks(num_tokens: int) -> int:
 @cached_on_device(maxsize=None)
 def rotation(dim: int, device: torch.device) -> Tensor:
     """Return the orthogonal fp32 matrix (D, D) that rotates queries and keys as x @ matrix."""
-    # A cached matrix must not depend on the caller's autograd mode and default device.
+    # The matrix is cached, so it must not depend on the caller's autograd mode and default device.
     with torch.inference_mode(False), torch.no_grad():
         generator = torch.Generator(device="cpu").manual_seed(0)
         signs = 1.0 - 2.0 * torch.randint(2, (dim,), generator=generator, device="cpu").float()

@@ -18,14 +18,14 @@ from torch import Tensor
 from ringattn.kernels import tile_order, tile_scheduler
 from ringattn.kernels.caching import SharedTensors, check_not_capturing
 
-# A tile also ends where a bound increases by at least DOCUMENT_JUMP tiles, such as at the end of a long document.
+# A tile also ends where a bound increases by at least DOCUMENT_JUMP tiles, as at the end of a long document.
 DOCUMENT_JUMP = 4
 ALIGNMENT = 64  # int32 elements; 256 bytes, like an allocation of PyTorch
 
 
 @dataclass(frozen=True, eq=False)
 class Intervals:
-    """An `Intervals` object contains one interval mask and its tables of tiles for the kernels.
+    """An `Intervals` object contains an interval mask and the tables of tiles that kernels need for it.
 
     Create one object per mask with `Intervals.of`, and pass it to every call, because it caches the tables.
 
@@ -118,12 +118,12 @@ class Intervals:
         """Split the rows into tiles, and sort the tiles in processing order.
 
         For each tile of rows, a program loops over tiles of columns. Step i of this loop starts at column begin + i * step.
-        After num_masked_prefix masked steps, num_unmasked steps need no mask, and all later steps are masked. Tiles end at the
-        ends of long documents, because a tile with two documents would loop over the columns of both.
+        After num_masked_prefix masked steps, num_unmasked steps need no mask, and all later steps are masked. Tiles end where
+        long documents end, because a tile with two documents would loop over the columns of both.
 
         Args:
-            rows, step: the largest number of rows per tile, and the columns per step.
-            split_documents: whether tiles also end at the ends of long documents.
+            rows, step: the most rows per tile, and the columns per step.
+            split_documents: whether tiles end where long documents end.
             aligned: whether begin is a multiple of `step`.
 
         Returns:
@@ -153,7 +153,7 @@ class Intervals:
 
     @cached_property
     def longest_tile(self) -> int:
-        """Return the width of the widest key range of any 64 consecutive rows, max(hi[i + 63] - lo[i])."""
+        """Return the largest number of keys that 64 consecutive rows span, max(hi[i + 63] - lo[i])."""
         return self._longest_tile(tile_scheduler.CONSUMER_ROWS)
 
     @cached_property
@@ -237,13 +237,13 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Return a shape that is large enough for the table `key` of every mask with the same shape."""
+        """Return a shape large enough for the table `key` of any mask with this mask's shape."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":
             return self.batch, tiles, 6
         batch, heads, _, programs, *_ = arguments
-        # Leave room for uneven assignment, split work tiles and a final row of zeros.
+        # The table needs room for uneven assignment, split work tiles and a final row of zeros.
         work_tiles = batch * heads * tiles
         programs = min(programs, work_tiles)
         return 2 * -(-work_tiles // programs) + 3, programs, 12 if method == "ordered_work_tiles" else 8
@@ -295,8 +295,8 @@ def unpack(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def with_memory(masks: Sequence[Intervals], tensors: Iterable[Tensor], with_host: bool = True) -> list[Intervals]:
-    """Return copies of the masks with the given tensors as bounds and tables. The iterable `tensors` yields lo, hi and all
-    tables of each mask in `sides(masks)`.
+    """Copy the masks, but use the given tensors as bounds and tables. The iterable `tensors` yields lo, hi and all tables of
+    each mask in `sides(masks)`.
     """
     remaining = iter(tensors)
 
@@ -331,12 +331,12 @@ def dense(lo: Tensor, hi: Tensor, num_keys: int) -> Tensor:
 
 
 def _to_device(x: Tensor, device: torch.device | str, wait: bool) -> Tensor:
-    """Copy a CPU tensor to `device`. Raise RuntimeError if a CUDA graph is being captured, because its replays would copy from
+    """Copy a CPU tensor to `device`. Raise RuntimeError if a CUDA graph is being captured, because replays would copy from
     freed memory.
     """
     device = torch.device(device)
     check_not_capturing(device)
     if device.type == "cuda" and not wait:
-        # Without pinned memory, the copy would wait for all earlier work of the stream.
+        # Without pinned memory, a copy to a GPU would wait for all earlier work of the stream.
         x = x.pin_memory()
     return x.to(device, non_blocking=not wait)

@@ -15,7 +15,7 @@ class MaskSlots:
     """A `MaskSlots` object holds the memory of several masks that were created with `is_replaced`. Before you create the
     object, run the kernels with the masks, so that all tables exist.
 
-    Capture the graph with the masks of `self.masks`.
+    Capture the CUDA graph with the masks in `self.masks`.
     """
 
     def __init__(self, masks: Sequence[Intervals], device: torch.device) -> None:

@@ -1,20 +1,20 @@
-"""The order of work tiles in the deterministic Hopper backward makes every sum of dq reproducible.
+"""A fixed order of work tiles makes every sum of dq in the deterministic Hopper backward reproducible.
 
-The order of two tiles of keys matters only if a query attends to both. Because lo and hi never decrease, only the order of
-neighbouring tiles must be fixed. Of two neighbouring tiles, the *predecessor* adds to dq first. A *chain* consists of
-neighbouring tiles of keys of one head that share queries. A chain has one of two directions:
+The order of two tiles of keys matters only if a query attends to both tiles. Because lo and hi never decrease, only the order
+of neighbouring tiles must be fixed. Of two neighbouring tiles, the *predecessor* adds to dq first. A *chain* is a sequence of
+neighbouring key tiles of one head that share queries. A chain has one of two directions:
 
 - In a *forwards* chain, the tile of the last keys starts first, and loops begin with the first query tile.
 - In a *backwards* chain, the tile of the first keys starts first, and loops begin with the last query tile.
 
-Under a causal mask without documents, neighbouring head groups alternate in direction, so that all programs end together.
+Under a causal mask without documents, head groups alternate between both directions, so that all programs end together.
 """
 
 import torch
 from torch import Tensor
 
-# The more heads are computed at a time, the less two programs with neighbouring keys wait. If fewer heads are computed at a
-# time, their operands and dq stay in the L2 cache.
+# With more heads at a time, programs with neighbouring keys wait less for each other. With fewer heads at a time, operands and
+# dq stay in the L2 cache.
 PREFERRED_HEADS = 4
 ALTERNATING_TILES = 512
 
@@ -79,7 +79,7 @@ def order_work_tiles(
 
 
 def predecessors(work_tiles: Tensor) -> Tensor:
-    """Return the predecessor of each work tile in the order of `order_work_tiles`, or -1 if there is none."""
+    """Return the index of each work tile's predecessor in `work_tiles`, or -1 if a work tile has none."""
     num_steps, num_free = work_tiles[:, 4] + work_tiles[:, 5], work_tiles[:, 11]
     return work_tiles[:, 10].where(num_free < num_steps, -1)
 

@@ -1,7 +1,7 @@
 """Assign tiles to the programs of a kernel.
 
-In this module, row i of batch entry b has the number b * N + i. A *work tile* is a tile of one head: the six numbers of
-`Intervals.tiles`, the head and the batch entry.
+In this module, row i of batch entry b has the number b * N + i. A *work tile* consists of the six numbers of a tile from
+`Intervals.tiles`, a head and a batch entry.
 """
 
 from heapq import heappop, heappush, heapreplace
@@ -9,22 +9,22 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# Fixed overhead of a work tile, as a number of steps.
+# The fixed overhead of a work tile is measured in steps.
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 
-# Reorder work tiles if the last program would end more than 4% later than the mean.
+# Reorder work tiles if the last program would end more than 4% later than the average program.
 MARGIN = 0.04
 
-# Each consumer warpgroup of the Hopper forward computes 64 rows of a work tile.
+# A wgmma computes 64 rows, so each consumer warpgroup of a Hopper kernel computes 64 rows.
 CONSUMER_ROWS = 64
 
-# If sorting would assign fewer than MIN_BLOCK work tiles at once, a heap assigns the next HEAP_TILES.
+# If one sort assigns fewer than MIN_BLOCK work tiles, a heap assigns the next HEAP_TILES.
 MIN_BLOCK, HEAP_TILES = 24, 1024
 
 
 def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
-    """Split the rows of `bound` (B, N) where it increases by at least `jump`. Return the (start, stop) of all ranges."""
+    """Split the rows wherever `bound` (B, N) increases by at least `jump`. Return the (start, stop) of all ranges."""
     starts = np.ones(bound.shape, dtype=bool)
     starts[:, 1:] = np.diff(bound) >= jump
     rows = np.flatnonzero(starts)
@@ -34,7 +34,7 @@ def split_at_jumps(bound: ndarray, jump: int) -> tuple[ndarray, ndarray]:
 def split_into_tiles(start: ndarray, stop: ndarray, rows: int, from_end: bool) -> tuple[ndarray, ndarray]:
     """Split each range of rows [start, stop) into tiles, and return the (first, end) of all tiles.
 
-    With `from_end`, the first tile of a range may have fewer than `rows` rows, and otherwise the last tile.
+    With `from_end`, the first tile of a range may have fewer than `rows` rows. Otherwise, the last tile may.
     """
     counts = _ceil_div(stop - start, rows)
     piece, index = _enumerate(counts)
@@ -51,7 +51,8 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
     begin = first_lo // alignment * alignment
-    # The bounds never decrease, so all rows attend to [last_lo, first_hi), and no row beyond [first_lo, last_hi).
+    # The bounds never decrease, so every row attends to the keys [last_lo, first_hi), and to no keys outside [first_lo,
+    # last_hi).
     num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
     num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
     num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)
@@ -84,7 +85,7 @@ def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
 
 
 def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
-    """If the last wave would leave at least half of the programs idle, split its work tiles in two."""
+    """If the last wave would leave at least half of the programs idle, split each work tile of this wave in two."""
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles
@@ -118,7 +119,7 @@ def assign_work_tiles(
     If some programs would end late, long work tiles start earlier than in the given order. Each number in `predecessors` is the
     index of a work tile that must start earlier, or -1.
 
-    Return int32 (n, programs, c). Column p contains the work tiles of program p, followed by at least one row of zeros.
+    Return int32 (n, programs, c). Column p contains the work tiles of program p, followed by at least one entry of zeros.
     """
     if not len(work_tiles):
         return np.zeros((1, 1, work_tiles.shape[1]), dtype=work_tiles.dtype)
@@ -177,16 +178,15 @@ def _assign_with_limit(steps: list[int], programs: int, limit: int) -> tuple[nda
 
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
-    """Order work tiles by start time. Each starts early enough to end within (1 - MARGIN) times the mean time.
-
-    A work tile never starts before its predecessor.
+    """Order work tiles by start time. Each work tile starts early enough to end within (1 - MARGIN) times the mean time of a
+    program.
     """
     times = times.astype(np.int64)
     in_order = np.divide(times.cumsum() - times, programs, dtype=np.float32)
     latest = np.float32((1 - MARGIN) * times.sum() / programs) - times.astype(np.float32)
     start = np.minimum(in_order, latest)
     if predecessors is not None:
-        # Predecessors come earlier in the list, so a loop from the end reads only final start times.
+        # Predecessors come earlier in the list, so a loop from the end reads only start times that are final.
         starts, earlier = start.tolist(), predecessors.tolist()
         for i in reversed(range(len(starts))):
             if earlier[i] >= 0:

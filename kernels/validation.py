@@ -1,7 +1,7 @@
 """Check the arguments of attention calls.
 
-Public functions of `ringattn` check the arguments of the user. The functions of `ringattn.kernels.dispatch` check every kernel
-call, and the kernels themselves check nothing.
+Public functions of `ringattn` check the user's arguments. The functions of `ringattn.kernels.dispatch` check every kernel call,
+and the kernels themselves check nothing.
 
 Functions whose names begin with `check` return None or raise ValueError.
 """
@@ -20,7 +20,7 @@ from ringattn.kernels.fp8 import BLOCK, DTYPE, QuantizedRows, QuantizedValues, n
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Accumulators, Delta, State, state_dtype
 
-# A tile of keys has at least 16 rows and must lie within one page.
+# A tile of keys has at least 16 rows, which must lie within one page.
 MIN_PAGE_SIZE = 16
 
 PRECISIONS = ("ieee", "tf32", "fp8")
