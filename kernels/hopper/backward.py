@@ -1,4 +1,4 @@
-"""This host code launches the Hopper backward kernels, which compute `reference.backward`."""
+"""Launch the Hopper backward kernels, which compute `reference.backward`."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,10 +23,10 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# If more queries attend to 64 keys, skipping masked steps costs more time than it saves.
+# If more than MOST_QUERIES_TO_SKIP queries attend to 64 keys, skipping masked steps costs more time than it saves.
 MOST_QUERIES_TO_SKIP = 1536
 
-# The kernel for dq computes heads in groups, whose K and V take at most KEY_BYTES_IN_L2.
+# The kernel for dq computes heads in groups whose K and V take at most KEY_BYTES_IN_L2.
 KEY_BYTES_IN_L2 = 32 * 2**20
 
 
@@ -56,8 +56,8 @@ class NarrowConfig(hopper_common.KernelConfig):
 
     @property
     def keeps_operands(self) -> bool:
-        """With K and V in registers, the kernel reads less from shared memory, whose bandwidth limits its speed. With tiles of
-        64 or 128 columns, a thread has too few registers for K and V.
+        """Keeping K and V in registers saves reads from shared memory, whose bandwidth limits the kernel. With tiles of 64 or
+        128 columns, K and V do not fit into registers.
         """
         return self.columns == 96
 
@@ -120,7 +120,7 @@ class WideConfig:
 
     @property
     def p_tile_layout(self) -> gl.SharedLinearLayout:
-        """In shared memory, P (64 keys, queries) is stored in register order, which avoids bank conflicts."""
+        """P (64 keys, queries) has the same order in shared memory as in registers, which avoids bank conflicts."""
         order = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)
 
@@ -142,8 +142,8 @@ def configure(
     dims: tuple[int, int], heads: tuple[int, int], add: tuple[bool, bool, bool], deterministic: bool = False,
     skips_steps: bool = False,
 ) -> NarrowConfig | WideConfig:  # fmt: skip
-    """Return the constants for the head dims (D, Dv) and the numbers of heads (Hq, Hkv). The flags `add` select which of dq, dk
-    and dv are added to existing gradients.
+    """Return the constants of the backward for head dims (D, Dv) and numbers of heads (Hq, Hkv). The flags `add` select which
+    of dq, dk and dv are added to existing gradients.
     """
     group = heads[0] // heads[1]
     if max(dims) > NARROW_DIM:
@@ -223,7 +223,7 @@ class NarrowBackward(_Backward):
                 *(hopper_common.tma_descriptor(hopper_common.as_addressable(x), rows, config.dim) for x, rows in tiles),
                 *map(hopper_common.with_base, scratch, (*self._packed, self._packed[1])),
             )
-            # Deterministic programs wait for each other, so all of them must run at the same time.
+            # In the deterministic kernel, programs wait for each other, so all programs must run at the same time.
             launch(
                 _main_kernel, work_tiles.shape[1], (*descriptors, *grads, by_key.lo, by_key.hi, work_tiles, progress),
                 (by_key.batch, num_tiles, num_keys, self._scale), config.deterministic and not self._shares_sms, CONFIG=config,
@@ -319,7 +319,7 @@ def _skips_steps(by_key: Intervals) -> bool:
 
 
 def _clear_empty_rows(grad: Tensor, accumulator: Tensor | None, rows: Intervals) -> None:
-    """The kernels do not write gradient rows with empty intervals, so a new gradient must be zeroed first."""
+    """The kernels do not write gradients of rows with empty intervals, so a new gradient must be zeroed first."""
     if accumulator is None and rows.num_nonempty_rows < rows.lo.numel():
         grad.zero_()
 
@@ -362,7 +362,7 @@ def _work_tiles(
 
 
 def _heads_per_group(num_queries: int) -> int:
-    """With short sequences, more heads at a time balance the load, and dq fits into the L2 cache."""
+    """With short sequences, computing more heads at a time balances the load, and their dq fits into the L2 cache."""
     return 32768 // num_queries if num_queries <= 8192 else 1
 
 

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, accumulator_layout
 
-# All scores of missing rows are masked, because this lower bound exceeds every token index.
+# A missing row gets a lower bound above all token indices, so all of its scores are masked.
 PAST_ALL_QUERIES = gl.constexpr(2**30)
 
 CONSUMER_REGISTERS = gl.constexpr(240)
@@ -16,7 +16,7 @@ SCALARS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32,
 
 @gluon.jit
 def opaque_zero():
-    """Adding `opaque_zero()` to an index keeps the compiler from holding an address in a register during a loop."""
+    """Adding `opaque_zero()` to a buffer index keeps the compiler from holding the address in a register during a loop."""
     return hopper_common.execute("mov.b32 $0, 0;")
 
 
@@ -51,7 +51,7 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
     query_lo, query_hi = bounds
     num_masks, _num_tiles, num_keys = sizes
     offset = gl.minimum(batch, num_masks - 1) * num_keys + own
-    # The bounds never decrease, so the last key has the largest lo, and the first key the smallest hi.
+    # The bounds never decrease, so the last key has the largest lo, and the first key has the smallest hi.
     whole = own + ROWS <= end
     first_unmasked = gl.load(query_lo + offset + ROWS - 1, mask=whole, other=0)
     last_unmasked = gl.load(query_hi + offset, mask=whole, other=0) - QUERIES
@@ -60,7 +60,7 @@ def load_key_bounds(batch, own, end, bounds, sizes, QUERIES: gl.constexpr):
 
 @gluon.jit
 def store_rows(base, tile, own, end, FIRST: gl.constexpr, NUM_HEADS: gl.constexpr, DIM: gl.constexpr, ADD: gl.constexpr):
-    """Store a gradient tile (64, n) from column FIRST on. With ADD, add the tile instead.
+    """Store a tile (64, n) in a gradient, starting at column FIRST. With ADD, add the tile instead.
 
     The gradient (rows, NUM_HEADS, DIM) is contiguous, and `base` points to row `own` of one head.
     """

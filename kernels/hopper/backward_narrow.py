@@ -29,8 +29,8 @@ One step of a consumer:
       send dQ                             while dK runs
       release the stage
 
-In each step, a consumer waits at the mbarrier `empty` until both consumers have finished the previous step. After this wait, dS
-of the previous step is complete, and older dS may be overwritten.
+In each step, a consumer waits at the mbarrier `empty` until both consumers have finished the previous step. Once both consumers
+have finished a step, its dS is complete, and the buffer of the preceding dS is free.
 
 If a matrix product is in flight at the end of a loop iteration, ptxas serialises all products.
 """
@@ -77,7 +77,7 @@ STAGES = gl.constexpr(2)
 
 KEY_SLOTS = gl.constexpr(2)
 
-# The first dQ of a program is uninitialised, so it is added to this unused chunk.
+# The first dQ of a program is uninitialised, so it is added to an unused chunk of the sums.
 SPARE_CHUNK = gl.constexpr(0)
 
 
@@ -88,7 +88,7 @@ def dq_columns(config, consumer: int) -> int:
 
 @gluon.constexpr_function
 def staging_layout(columns: int) -> gl.SharedLinearLayout:
-    """In shared memory, dQ (64, columns) is stored in register order, which avoids bank conflicts.
+    """dQ (64, columns) has the same order in shared memory as in registers, which avoids bank conflicts.
 
     Entry i of `order` is the (row, column) of the element at offset 2**i. The 128-byte swizzle of TMA replaces bits 2 to 4 of
     an offset by their XOR with bits 5 to 7. This layout cancels the swizzle.
@@ -101,7 +101,7 @@ def staging_layout(columns: int) -> gl.SharedLinearLayout:
 
 @gluon.jit
 def _load_work_tile(work_tiles, index, CONFIG: gl.constexpr):
-    """The direction is -1 if the loop starts at the last query tile."""
+    """The returned direction is 1, or -1 if the loop starts at the last query tile."""
     if CONFIG.deterministic:
         entry = work_tiles + index * gl.num_programs(0) * CONFIG.entry_size
         direction = gl.load(entry + 8)
@@ -158,15 +158,15 @@ def _produce(arguments, CONFIG: gl.constexpr):
                 tma_load(q, [batch, row, head, 0], full, tile_view(queries.index(stage), q))
                 tma_load(scalars, [packed], full, row_scalars.index(stage))
                 if is_first:
-                    # This buffer holds an earlier K, which the first step of the previous work tile still reads. A previous
-                    # work tile with only one step may still be running, so wait for it.
+                    # The buffer for this K contains an older K, which the first step of the previous work tile reads for dQ. If
+                    # the previous work tile has only one step, wait for this step.
                     if previous_steps == 1:
                         _wait_for_previous_step(empty, stage, phase)
                     _load_halves(k, coordinates, keys, (index & 1) * 2, full)
                 _expect_bytes(dout_full.index(stage), dout.block_type.nbytes, 2 * v.block_type.nbytes, is_first)
                 tma_load(dout, [batch, row, head, 0], dout_full.index(stage), tile_view(douts.index(stage), dout))
                 if is_first:
-                    # The last step of the previous work tile still reads V from this buffer.
+                    # The last step of the previous work tile may still read the only buffer for V.
                     _wait_for_previous_step(empty, stage, phase)
                     _load_halves(v, coordinates, values, 0, dout_full.index(stage))
                 stage ^= 1
@@ -237,7 +237,7 @@ def _step(
     operands, grad_k, grad_v, dq_sums, key_bounds, start, slot, previous_chunk, previous_slot, buffers, barriers, stage, phase,
     log2_scale, CONSUMER: gl.constexpr, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of one query tile to grad_k and grad_v, and the previous dQ to dq. Return (grad_k, grad_v).
+    """Add the gradients of one query tile to grad_k and grad_v, and dQ of the previous step to dq. Return (grad_k, grad_v).
 
     Args:
         operands: from `_load_operands`.
@@ -270,7 +270,7 @@ def _step(
     is_masked = (start < first_unmasked) | (start > last_unmasked)
     p = probabilities(scores, lse, row_bounds, start, is_masked, log2_scale, QUERIES, True)
     dp = warpgroup_mma_wait(0, deps=(dp,))
-    # Load delta only now, because with D = 64, an earlier load would spill registers.
+    # Load delta as late as possible, because an earlier load would spill registers at D = 64.
     delta = row_scalars.index(stage).slice(QUERIES, QUERIES).load(BY_QUERY)
     ds = (p * (dp - delta[None, :])).to(query.dtype)
     grad_v = add_product(p.to(query.dtype), dout, grad_v, CONFIG.columns)
@@ -279,7 +279,7 @@ def _step(
     # Without this fence, wgmma could read shared memory before the stores of dS are visible.
     fence_async_shared()
     if not CONFIG.deterministic:
-        # The stores of dS need the thread barrier that the compiler adds after this wait.
+        # After this wait, the compiler adds a thread barrier, which must follow the stores of dS.
         _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     grad_q = _issue_dq(ds_tiles, keys, stage ^ 1, previous_slot, CONSUMER, CONFIG)
     grad_k = add_product(ds, query, grad_k, CONFIG.columns)
@@ -298,7 +298,7 @@ def _step(
 def _skip_step(
     dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """If no query of a step attends to this consumer's keys, only add the previous dQ to dq."""
+    """In a step whose queries attend to none of this consumer's keys, only add dQ of the previous step to dq."""
     queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     mbarrier.wait(q_full.index(stage), phase)
@@ -372,7 +372,7 @@ def _compute_work_tile(
                 phase ^= 1
         return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
-    # If the compiler knew the number of iterations, it would generate more instructions per step.
+    # `opaque_zero` hides the number of iterations, with which the compiler would generate more instructions per step.
     for _member in range(CONFIG.group + opaque_zero()):
         start = begin * CONFIG.queries
         # Gluon rejects two names for one value in a loop, so add 0 to create a second value.
@@ -429,14 +429,14 @@ def _consume(arguments, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     _wait_for_staging(staging, stage, CONSUMER, CONFIG)
     _send_dq(grad_q, staging, dq_sums, previous_chunk, stage, CONSUMER, CONFIG)
     if not CONFIG.deterministic:
-        # TMA must have read the last dQ before the program ends.
+        # TMA must have read the last dQ from shared memory before the program ends.
         hopper_common.tma_store_wait(0)
 
 
 @gluon.jit
 def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.constexpr, ADD: gl.constexpr, CONFIG: gl.constexpr):
-    """The tensor `grads` is (B, num_keys, Hkv, COLUMNS). The buffer `staging` must be unused, because 16-bit gradients are
-    rearranged there.
+    """The tensor `grads` is (B, num_keys, Hkv, COLUMNS). The buffer `staging` must be free, because the function rearranges
+    16-bit gradients in it.
     """
     batch, key_head, own, end = row_range
     NUM_KEY_HEADS: gl.constexpr = CONFIG.num_heads // CONFIG.group
@@ -444,7 +444,7 @@ def _write_gradient(grads, tile, staging, row_range, num_keys, COLUMNS: gl.const
     dtype: gl.constexpr = base.dtype.element_ty
     DIM: gl.constexpr = CONFIG.dim
     WHOLE_ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [4, 1], [1, 0])
-    # From the register layout of wgmma, 16-bit stores would fill only half of each 32-byte sector.
+    # Storing 16-bit numbers from the register layout of wgmma would fill only half of each 32-byte sector.
     STORED: gl.constexpr = CONFIG.output_layout if dtype == gl.float32 else WHOLE_ROWS
     tile = tile.to(dtype)
     if dtype != gl.float32:
@@ -502,7 +502,7 @@ def _main_kernel(
         staging = staging + (staged, released)
         work_tiles += take_number(progress) * CONFIG.entry_size
     fence_async_shared()
-    # Gluon turns constants in tuples into tensors, so constants are separate arguments.
+    # Gluon turns constants in tuples into tensors, so pass constants as separate arguments.
     sizes = num_masks, num_tiles, num_keys
     buffers = queries, douts, row_scalars, keys, values, ds_tiles, staging
     barriers = q_full, dout_full, empty

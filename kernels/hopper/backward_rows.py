@@ -1,7 +1,7 @@
-"""Triton kernels prepare the inputs of the Hopper backward and convert its dq.
+"""Triton kernels prepare the inputs of the Hopper backward, and convert its dq from the register layout of wgmma to rows.
 
 Queries without keys, and rows beyond the last query, get lse = inf. With lse = inf, all probabilities of a query are 0, so the
-main kernels need no mask for it.
+main kernels need not mask this query.
 """
 
 import triton
@@ -73,7 +73,7 @@ def _prepare_wide_kernel(lse, delta, out, dout, dlse, log2_lse, row_delta, num_b
 
 @triton.jit(do_not_specialize=["num_tiles", "num_queries"])
 def _finish_kernel(dq_sums, dq, num_tiles, num_queries, scale, CONFIG: tl.constexpr):
-    """Convert one chunk of dq from register order to row order, and multiply it by `scale`."""
+    """Convert one chunk of dq from the register layout of wgmma to rows, and multiply it by `scale`."""
     COLUMNS: tl.constexpr = CONFIG.chunk_columns
     QUERIES: tl.constexpr = CONFIG.queries
     NUM_HEADS: tl.constexpr = CONFIG.num_heads

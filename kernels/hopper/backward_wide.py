@@ -1,9 +1,9 @@
 """The backward kernels for Hopper GPUs (sm_90) and head dims above 128.
 
-With a single kernel, dq in memory would be updated for every 64 keys, which is slow.
+A separate kernel computes dq, because updating dq in global memory for every 64 keys would be slow.
 
-Head dim 192 is not a power of two, so tiles are split into *parts* of columns. A *ring* (tiles, full, empty) is a ring buffer
-of such parts and its mbarriers.
+Head dim 192 is not a power of two, so tiles are split into *parts* of columns. A *ring* is a tuple (tiles, full, empty) of a
+ring buffer for parts and its mbarriers.
 
 THE KERNEL FOR dk AND dv. Scores are transposed, so rows are keys. One consumer warpgroup keeps dk in registers, and the other
 one keeps dv.
@@ -20,7 +20,7 @@ THE KERNEL FOR dq. A work tile is up to 128 queries of one query head, 64 per co
 
       S = Q K^T, dP = dO V^T;  P = exp2(S - lse);  dS = P (dP - delta);  dQ += dS K
 
-While one consumer computes in registers, the products of the other one use the tensor cores.
+While one consumer computes in registers, the other consumer uses the tensor cores.
 """
 
 from triton.experimental import gluon
@@ -49,15 +49,14 @@ from ringattn.kernels.hopper.common import (
     tma_load,
 )
 
-# A step of the kernel for dq has 64 keys.
-STEP_KEYS = gl.constexpr(64)
+STEP_KEYS = gl.constexpr(64)  # in the kernel for dq
 
 QUERIES = gl.constexpr(128)
 
 
 @gluon.jit
 def _locate(step, part, PARTS: gl.constexpr, SLOTS: gl.constexpr):
-    """The argument `step` (uint32) counts the steps of all work tiles of the program."""
+    """The argument `step` (uint32) counts steps over all work tiles of a program."""
     position = step * PARTS + part
     return (position % SLOTS).to(gl.int32), (position // SLOTS & 1).to(gl.int32)
 
@@ -158,7 +157,7 @@ def _write_gradient(
 @gluon.jit
 def _query_loop(loop):
     begin, _, num_unmasked, num_masked = loop
-    # With `maximum`, the compiler knows that there is at least one step, which saves a test.
+    # `maximum` tells the compiler that there is at least one step, which saves a test.
     return begin, gl.maximum(num_unmasked + num_masked, 1)
 
 

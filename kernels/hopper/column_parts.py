@@ -1,9 +1,8 @@
 """Compute the matrix products of the Hopper kernels for tiles of 64, 96 or 128 columns.
 
-A product of 96 columns is issued as two products of 64 and 32 columns. Each of these products multiplies one *part* of the
-columns.
+A product of 96 columns is issued as two products, for *parts* of 64 and 32 columns.
 
-The argument COLUMNS is the number of columns that are multiplied: 64, 96 or 128.
+The argument COLUMNS is the number of multiplied columns: 64, 96 or 128.
 """
 
 from triton.experimental import gluon

@@ -1,9 +1,9 @@
 """This module contains the TMA descriptors, mbarriers and support checks of all Hopper kernels.
 
-On Hopper GPUs (sm_90), the unit TMA copies tiles between global and shared memory. A TMA descriptor contains the shape and
-strides of a tensor, and the size of a tile. A warpgroup is 128 threads, which multiply matrices with the instruction wgmma. An
-mbarrier is a barrier in shared memory that counts arrivals and bytes copied by TMA. A named barrier is one of the 16 hardware
-barriers of a program (CTA).
+On Hopper GPUs (sm_90), the Tensor Memory Accelerator (TMA) copies tiles between global and shared memory. A TMA descriptor
+contains the shape and strides of a tensor, and the size of a tile. A warpgroup is 128 threads, which multiply matrices with the
+instruction wgmma. An mbarrier is a barrier in shared memory that counts arrivals and bytes copied by TMA. A named barrier is
+one of the 16 hardware barriers of a program (CTA).
 """
 
 import os
@@ -31,7 +31,6 @@ DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 TMA_DTYPES = DTYPES | {torch.float32: gl.float32, torch.float8_e4m3fn: gl.float8e4nv}
 
-# A wgmma computes 64 rows, so each consumer warpgroup computes 64 rows.
 ROWS = gl.constexpr(CONSUMER_ROWS)
 
 # The GPU has an instruction for exp2 but not for exp, so scores are in log2 units.
@@ -40,7 +39,7 @@ LN_2 = gl.constexpr(0.6931471805599453)
 
 PRODUCER_REGISTERS = gl.constexpr(24)
 
-# Triton itself uses the named barriers below number 8.
+# Triton itself uses named barriers with numbers below 8.
 FIRST_PING_PONG_BARRIER = gl.constexpr(8)
 
 # Each named barrier synchronises two consumer warpgroups of 128 threads.
@@ -48,10 +47,10 @@ PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# Triton 3.8 and later reject views that extend beyond one slice of a buffer, which `forward_short` needs.
+# `forward_short` needs views that extend beyond one slice of a buffer, which Triton 3.8 and later reject.
 CHECKS_VIEWS = TRITON_VERSION >= (3, 8)
 
-# Triton 3.8 renamed the functions for copies by TMA.
+# Triton 3.8 renamed the functions for TMA copies.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
@@ -60,7 +59,7 @@ thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 def assembler_advice() -> str | None:
-    """Return advice if Triton uses ptxas 13, which spills registers of these kernels. Triton 3.9 also contains ptxas 12.9."""
+    """Return advice if Triton uses ptxas 13, which spills registers in the Hopper kernels. Triton 3.9 also has ptxas 12.9."""
     if TRITON_VERSION < (3, 9) or "TRITON_PTXAS_BLACKWELL_PATH" in os.environ:
         return None
     advice = f"set TRITON_PTXAS_BLACKWELL_PATH={triton.knobs.nvidia.ptxas.path}, or install torch 2.14"
@@ -158,7 +157,7 @@ def with_base(descriptor: TensorDescriptor, x: Tensor) -> TensorDescriptor:
 def _descriptor_template(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, block: tuple[int, ...]
 ) -> TensorDescriptor:
-    # For a dimension of size 1, TMA may reject the stride although it is unused.
+    # TMA may reject the unused stride of a dimension of size 1.
     unit = 16 // dtype.itemsize
     strides = [stride if stride > 0 and stride % unit == 0 else unit for stride in strides[:-1]] + [1]
     return TensorDescriptor(
@@ -204,10 +203,10 @@ def as_left(tile, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def allocate_barrier(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Return SLOTS mbarriers. Allocate only mbarriers for which the kernel waits.
+    """Return SLOTS mbarriers. Allocate only mbarriers that the kernel waits for.
 
-    If a kernel never waits for an mbarrier, Triton reuses its memory for other data. If processes share a GPU, the GPU saves
-    and restores all initialised mbarriers. Restoring an unused mbarrier would overwrite the other data.
+    If a kernel never waits for an mbarrier, Triton reuses the mbarrier's memory for other data. If processes share a GPU, the
+    GPU saves and restores all initialised mbarriers. Restoring an unused mbarrier would then overwrite other data.
     """
     barrier = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -224,8 +223,8 @@ def allocate_barriers(SLOTS: gl.constexpr, PRODUCERS: gl.constexpr, CONSUMERS: g
 def load_work_tile(work_tiles, index):
     """Load the entry `index` of `Intervals.work_tiles`.
 
-    If `end` is 0, the program has no more work tiles. The producer warp runs ahead of the consumers, so every warpgroup loads
-    the entry itself.
+    An entry with `end` = 0 follows the last work tile of a program. The producer warp runs ahead of the consumers, so every
+    warpgroup loads its entries itself.
     """
     entry = work_tiles + index * 8
     first, end, loop = load_tile(entry)
@@ -241,7 +240,7 @@ def step_start(loop, step, STEP: gl.constexpr):
 
 @gluon.jit
 def num_steps(loop):
-    """Even a work tile without keys has one step."""
+    """A work tile without keys still has one step."""
     _, _, num_unmasked, num_masked = loop
     return gl.maximum(num_masked + num_unmasked, 1)
 
@@ -254,7 +253,7 @@ def is_masked(loop, step):
 
 @gluon.jit
 def execute(ASSEMBLY: gl.constexpr):
-    """An inline assembly call must return a value, so instructions without a result end with "mov.b32 $0, $1;"."""
+    """An inline assembly call must return a value, so assembly without a result must end with "mov.b32 $0, $1;"."""
     return gl.inline_asm_elementwise(ASSEMBLY, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 

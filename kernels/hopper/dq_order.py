@@ -12,7 +12,7 @@ The order comes from `ringattn.kernels.tile_order`. The page docs/hopper.md expl
       store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-Each work tile has two counters in global memory, for its even and for its odd steps.
+Each work tile has two counters in global memory, one for its even steps and one for its odd steps.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,8 @@ from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 # The tensor `progress` begins with two integers: the number of programs that have started, and an unused number.
 HEADER = gl.constexpr(2)
 
-# After n steps of query head h, a counter of `progress` is h * PER_HEAD + n. Every query head has fewer than PER_HEAD steps.
+# In `progress`, the counter of a work tile is h * PER_HEAD + n after n steps of query head h. Every query head has fewer than
+# PER_HEAD steps.
 PER_HEAD = gl.constexpr(2**20)
 
 WRITER_REGISTERS = gl.constexpr(24)
@@ -33,7 +34,7 @@ WRITER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def take_number(progress):
-    """Return the number of this program, in the order in which the programs start."""
+    """Number the programs in the order of their starts, and return this program's number."""
     number = gl.atomic_add(progress, 1, sem="relaxed")
     # Triton broadcasts `number` through shared memory, so wait until every thread has read it.
     hopper_common.thread_barrier()
@@ -42,7 +43,7 @@ def take_number(progress):
 
 @gluon.jit
 def _wait_for(pointer, count, seen):
-    """The compiler assumes that all lanes leave the loop together, so lane 0 loads the number for all."""
+    """The compiler assumes that all lanes of a warp leave this loop together, so lane 0 loads the counter for all."""
     while seen < count:
         seen = gl.inline_asm_elementwise(
             "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
@@ -56,8 +57,8 @@ def _wait_for(pointer, count, seen):
 def _publish(pointer, progress):
     """Store `progress` after this warp's additions to dq are complete.
 
-    Waiting for the additions does not order the store after them, so the store needs release semantics. Without release
-    semantics, the last bits of dq changed in almost every test.
+    Waiting for the additions to dq does not order the store of `progress` after them, so this store has release semantics.
+    Without release semantics, the last bits of dq changed in almost every test.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
     # Only one thread of the warp waits for the additions, so synchronise the warp before the store.
@@ -97,8 +98,8 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
         for member in range(CONFIG.group):
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
-            # The counter has the value `earlier` once all steps of the previous query head are complete. Either of the two
-            # writer warps may have stored this value.
+            # The counter `own_progress` equals `earlier` once its steps of the previous query head are complete. Either writer
+            # warp may have stored this value.
             earlier = (member - 1) * PER_HEAD + num_steps - ((num_steps - 1 - skip) & 1)
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)

@@ -1,4 +1,4 @@
-"""After a work tile, the Hopper forward merges the incoming state, and writes the new state or the output.
+"""After a work tile's last step, the Hopper forward merges the incoming state, and writes the new state or the output.
 
     incoming state   result   what happens to o
     no               output   o / l goes through the shared memory of Q and is stored by TMA
@@ -6,7 +6,7 @@
     no               state    o goes through state stages and is stored by TMA
     yes              state    o goes through state stages and is added to the state in place by TMA's reduce-add
 
-A *state stage* is a K/V buffer that holds o after the last keys of a work tile.
+A *state stage* is a K/V buffer that holds o after the last step of a work tile.
 """
 
 from triton.experimental import gluon
@@ -17,7 +17,6 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import LN_2, LOG2_E, ROWS, tile_view, tma_load, tma_reduce_add, tma_store
 from ringattn.kernels.hopper.softmax import OVERFLOW_LIMIT, UNSET_REF_MAX
 
-# The sign bit of l marks a row that has overflowed.
 SIGN_BIT = gl.constexpr(-(2**31))
 
 
@@ -57,7 +56,7 @@ def release_state_stage(barriers, state_stage, CONFIG: gl.constexpr):
 
 @gluon.jit
 def row_index(row_range, results, CONFIG: gl.constexpr):
-    """Return indices (64,) into a tensor (B, Nq, Hq), and a mask of the rows that exist.
+    """Return the indices (64,) of a consumer's rows in (B, Nq, Hq), and a mask of existing rows.
 
     The argument `row_range` is (batch entry, first head, first row, end of the work tile's rows).
     """
@@ -182,7 +181,7 @@ def _write_result(
         else:
             _store_o(buffers, o, state_tiles, row_range, CONSUMER, CONFIG)
     else:
-        # TMA would also write rows of the next work tile, so the threads store o.
+        # A store by TMA would overwrite rows of the next work tile, so the threads store o.
         element, mask = _elements(index, inside, CONFIG)
         gl.store((out if CONFIG.final else state_o) + element, o, mask=mask)
 
@@ -191,7 +190,7 @@ def _write_result(
 def update_scalars(
     ref_max, l, overflowed, incoming, results, index, inside, UPDATE_REF_MAX: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """The first pass sets the sign bit of l in overflowed rows, and the retry pass updates only these rows.
+    """In overflowed rows, the first pass sets the sign bit of l, so that the retry pass updates only these rows.
 
     Return (written, alpha, beta, stays). In rows of the mask `written`, the merged o is o * alpha + state_o * beta. In rows of
     the mask `stays`, the merged o is o + state_o.
@@ -204,7 +203,7 @@ def update_scalars(
         written &= incoming_l.to(gl.int32, bitcast=True) < 0 if UPDATE_REF_MAX else ~overflowed
         incoming_l = gl.abs(incoming_l)
     m, l, alpha, beta = merge_scalars(ref_max, l, incoming_m, incoming_l)
-    # Converting m to log2 units and back rounds it, so an unchanged m is not stored.
+    # Converting m to log2 units and back rounds m, so an unchanged m is not stored.
     gl.store(results[0] + index, m * LN_2, mask=written & (m != incoming_m))
     if CONFIG.update_ref_max or UPDATE_REF_MAX:
         gl.store(results[1] + index, l, mask=written)
@@ -212,7 +211,7 @@ def update_scalars(
         # Triton computes -l as 0 - l, which is 0.0 instead of -0.0 for l = 0, so set the sign bit.
         marked = (incoming_l.to(gl.int32, bitcast=True) | SIGN_BIT).to(gl.float32, bitcast=True)
         gl.store(results[1] + index, gl.where(written, l, marked), mask=inside)
-    # If the incoming l is 0, the incoming o is 0, so beta does not matter.
+    # If the incoming l is 0, the incoming o is also 0, so its factor beta does not matter.
     return written, alpha, beta, written & (alpha == 1.0) & ((beta == 1.0) | (incoming_l == 0.0))
 
 

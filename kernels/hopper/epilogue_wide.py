@@ -22,7 +22,7 @@ def _by_row(numbers, tile):
 
 @gluon.jit
 def _merge_part(part, FIRST: gl.constexpr, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
-    """The tensor `part` (64, n) contains the columns of o from column FIRST on."""
+    """The tensor `part` (64, n) contains n columns of o, beginning with column FIRST."""
     columns = FIRST + gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))[None, :]
     element = _by_row(index, part) * CONFIG.value_dim + columns
     mask = _by_row(rows, part)
@@ -55,7 +55,7 @@ def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
-    """No two threads add to the same number, so the sums are deterministic."""
+    """Each number in o receives only one atomic addition, so the results are deterministic."""
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_row(rows, o)
     if CONFIG.value_dim < CONFIG.dim:

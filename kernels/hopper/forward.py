@@ -1,4 +1,4 @@
-"""This host code launches the Hopper forward kernels, which compute `reference.forward`."""
+"""Launch the Hopper forward kernels, which compute `reference.forward`."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,12 +23,12 @@ from ringattn.kernels.triton.launcher import launch
 if advice := hopper_common.assembler_advice():
     warnings.warn(advice, stacklevel=1)
 
-# Heads are computed in groups, whose K and V take at most L2_BYTES of the L2 cache.
+# Heads are computed in groups whose K and V take at most L2_BYTES of the L2 cache.
 L2_BYTES = 32 * 2**20
 # On an H100, smaller groups of heads were faster with an incoming state or head dims above 128.
 SMALL_L2_BYTES = 16 * 2**20
 
-# With at most FEW_ROWS non-empty rows over all heads, work tiles of 192 rows would leave SMs idle.
+# With at most FEW_ROWS non-empty rows over all heads, work tiles of 128 rows keep more SMs busy than 192 rows.
 FEW_ROWS = 2**16
 
 
@@ -92,8 +92,8 @@ class NarrowConfig(ForwardConfig):
     """The constants of `forward_narrow`.
 
     Args:
-        columns: how many columns of a tile are multiplied (64, 96 or 128).
-        joint_release: whether consumers release K and V of a stage together.
+        columns: the multiplied columns of a tile (64, 96 or 128).
+        joint_release: whether K and V of a stage are released together.
     """
 
     columns: int
@@ -111,7 +111,6 @@ class NarrowConfig(ForwardConfig):
 
     @property
     def heads_per_tile(self) -> int:
-        """A work tile of `forward_short` has all query heads of one key head."""
         return {1: self.group, 4: 4}.get(self.consumers, 1)
 
     @property
@@ -187,7 +186,7 @@ class WideConfig(ForwardConfig):
 
     @property
     def tails(self) -> int:
-        """This is the largest number of K tiles that are in shared memory at the same time."""
+        """Return the largest number of K tiles that shared memory holds at the same time."""
         return (self.stages + self.overlap + 1) // 2
 
     @property
@@ -232,13 +231,12 @@ class Fp8Config(ForwardConfig):
         return gl.DotOperandLayout(operand_index=0, parent=self.part_layout, k_width=4)
 
 
-# These tile sizes were the fastest on an H200, or on an H100 for 96 columns.
+# The tile sizes for 64 and 128 columns were the fastest on an H200, and those for 96 columns on an H100.
 TILES = {
     64: dict(consumers=3, keys=128, stages=3, joint_release=False, registers=160, ping_pong=True, fence_softmax=False),
     96: dict(consumers=3, keys=64, stages=4, joint_release=True, registers=160, ping_pong=True, fence_softmax=True),
     128: dict(consumers=3, keys=64, stages=3, joint_release=True, registers=160, ping_pong=False, fence_softmax=True),
 }
-# With few rows, work tiles of 128 rows leave fewer SMs idle than work tiles of 192 rows.
 _FEW = dict(consumers=2, keys=128, stages=2, joint_release=False, registers=240, ping_pong=True, fence_softmax=True)
 TILES_FEW_ROWS = TILES | {96: _FEW, 128: _FEW}
 
@@ -278,7 +276,7 @@ def configure(
     short: int = 0,
     medium: bool = False,
 ) -> NarrowConfig | WideConfig | Fp8Config:
-    """Return the constants for the head dims (D, Dv) and the numbers of heads (Hq, Hkv)."""
+    """Return the constants of the forward for head dims (D, Dv) and numbers of heads (Hq, Hkv)."""
     call = dict(value_dim=dims[1], num_heads=heads[0], group=heads[0] // heads[1], has_state=has_state, final=final)
     if dtype == torch.float8_e4m3fn:
         return Fp8Config(dims[0], **call, **FP8_TILES[dims[0]], **FP8_SETTINGS)
@@ -405,6 +403,6 @@ def _assign_work_tiles(
     num_heads, heads_per_group = num_heads // config.heads_per_tile, max(1, heads_per_group // config.heads_per_tile)
     num_head_groups = -(-num_heads * batch // heads_per_group)
     programs = hopper_common.num_programs(q.device, shares_sms) * config.programs
-    # Work tiles without keys do not change the state, so an in-place update skips them.
+    # Work tiles without keys do not change the state, so an in-place update of the state skips them.
     sizes = config.queries, config.keys, batch, num_heads, num_head_groups
     return intervals.work_tiles(*sizes, programs, skip_empty=config.updates_state, aligned=aligned)

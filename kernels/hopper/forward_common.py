@@ -3,7 +3,7 @@
 A `position` is (stage, phase) or (stage, phase, tail). The number `stage` is the index of the next K/V buffer, and `phase` is
 the phase bit of its mbarriers. The number `tail` is the index of a buffer for the last columns of K.
 
-The bit `slot` changes with every work tile, and is also the phase of the mbarrier `q_full`.
+The bit `slot` flips with every work tile, and is also the phase of the mbarrier `q_full`.
 """
 
 from triton.experimental import gluon
@@ -161,7 +161,7 @@ def _compute_work_tiles(
     barriers = arguments[7]
     tile = load_consumer_tile(arguments, gl.program_id(0), CONSUMER, CONFIG)
     overflowed = gl.zeros([ROWS], gl.int1, gl.SliceLayout(1, CONFIG.scores_layout))
-    # If `state_stage` is not -1, this K/V buffer still holds o of the previous work tile.
+    # If `state_stage` is not -1, the K/V buffer with this index still holds o of the previous work tile.
     state_stage = gl.to_tensor(-1)
     while tile[4] > 0:
         mbarrier.wait(barriers[0], slot)
@@ -240,7 +240,7 @@ def run_partitions(LOAD: gl.constexpr, COMPUTE: gl.constexpr, SKIP: gl.constexpr
     """
     overflow = () if CONFIG.update_ref_max else _allocate_overflow(CONFIG)
     fence_async_shared()
-    # Gluon gives the first partition four warps and the remaining registers, so both lists omit it.
+    # Gluon gives the first partition four warps and the remaining registers, so the two lists below omit it.
     gl.warp_specialize(
         [
             (_consume, (COMPUTE, SKIP, computing, overflow, i, CONFIG))

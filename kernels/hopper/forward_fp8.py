@@ -1,7 +1,7 @@
 """This forward kernel for Hopper GPUs (sm_90) reads FP8 inputs with head dims 64, 128 and 256.
 
-Read `forward_narrow` first, and `ringattn.kernels.fp8`, which explains the format of the inputs. Each step processes one block
-of 128 keys, with one scale for K and one scale for V.
+Read `forward_narrow` first, and `ringattn.kernels.fp8` for the format of the inputs. Each step processes one block of 128 keys,
+with one scale for K and one scale for V.
 
       PRODUCER                               SHARED MEMORY            CONSUMERS
 
@@ -11,19 +11,19 @@ of 128 keys, with one scale for K and one scale for V.
                                              [                 ] -----> O += P(j-1) V(j-1)
                       <---- empty[s] ------                    <------ release the stage
 
-A stage holds K (128, D) of a step and V (D, 128) of the previous step. Separate buffers for K and V would need twice as many
-arrivals at mbarriers, which are slow. A step issues its two products in one of two orders:
+A stage holds K (128, D) of a step and V (D, 128) of the previous step. Separate buffers for K and V would double the number of
+mbarrier arrivals, which are slow. A step issues its two products in one of two orders:
 
       overlap      issue S(j) | O += P(j-2) V(j-2) | issue P(j-1) V(j-1) | wait for S(j) | softmax: P(j) | wait for P V
       no overlap   issue P(j-1) V(j-1) | issue S(j) | O += P(j-1) V(j-1) | wait for S(j) | softmax: P(j)
 
-At D = 256, O needs 128 registers per thread. The kernel therefore splits P V into products of `part_columns` columns. At most
-two of these products are in flight.
+At D = 256, O needs 128 registers per thread. The kernel therefore splits P V into products of `part_columns` columns, of which
+at most two are in flight.
 
 The row sums l are the product of the rounded P and a tile of ones.
 
-The scale of a block of V is a power of two, and its exponent is added to the scores. The row sums of P are therefore divided by
-the scale of V.
+The scale of a V block is a power of two, so its exponent is added to the scores. The row sums of P are therefore divided by the
+scale of V.
 """
 
 from triton.experimental import gluon

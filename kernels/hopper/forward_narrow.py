@@ -27,7 +27,7 @@ In a consumer, the softmax of one step overlaps with the second product of the p
       tensor cores  ======= S(j) ========= ============ P(j-1) V(j-1) ================
 
 If the kernel returns an output, shared memory has two buffers for Q. While TMA stores the output from one buffer of Q, the next
-Q is loaded into the other one.
+Q is loaded into the other buffer.
 """
 
 from triton.experimental import gluon
@@ -113,7 +113,7 @@ def _step(
     p, ref_max, l, o, stage, phase, previous_stage, previous_phase = carry
     mbarrier.wait(k_full.index(stage), phase)
     wait_for_ping_pong(CONSUMER, CONFIG)
-    # The softmax needs S = Q K^T, and products finish in order, so S is issued before P V.
+    # Issue S = Q K^T before P V, because products finish in order, and the softmax needs S first.
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     pending_o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
@@ -147,7 +147,7 @@ def _first_step(
     scores = multiply_rows(query, keys.index(stage), CONFIG.columns)
     pass_ping_pong(CONSUMER, CONFIG)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    # Before the next Q is loaded, TMA must have read the previous output from its buffer.
+    # TMA must have read the previous output from the buffer into which the next Q is loaded.
     hopper_common.tma_store_wait(0)
     release_state_stage(barriers, state_stage, CONFIG)
     release_keys(k_empty, stage, CONFIG)
@@ -220,7 +220,7 @@ def _compute_tile(
     else:
         query = split_tile(query_tile, CONFIG.columns)
     if CONFIG.state_stages > 0 and first_step > 0:
-        # The producer needs the buffer that still holds o, for K and V of the skipped steps.
+        # Release the buffer that still holds o, because the producer needs it for K and V of the skipped steps.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
         state_stage = gl.to_tensor(-1)
@@ -236,7 +236,7 @@ def _compute_tile(
         mbarrier.arrive(q_empty, count=1)
     mbarrier.wait(v_full.index(previous_stage), previous_phase)
     o = add_product(p, values.index(previous_stage), o, CONFIG.columns)
-    # These loads overlap with the last product P V.
+    # Loading the incoming state and the next work tile overlaps with the last product P V.
     incoming = load_state_scalars(results, row_range, CONFIG)
     next_tile = load_consumer_tile(arguments, index + gl.num_programs(0), CONSUMER, CONFIG)
     o = join_parts(wait_for_parts(o, 0, num_parts(CONFIG.columns)), CONFIG.columns)

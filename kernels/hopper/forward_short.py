@@ -1,8 +1,8 @@
 """The forward kernel for head dims up to 64 and short intervals, such as windows of 128 keys.
 
 A work tile is 64 queries of all query heads that share a key head. All keys of a work tile fit into shared memory, so K and V
-are loaded once for all heads. If possible, a product has 8 queries of 8 heads, because 8 queries need fewer keys than 64. Each
-product has these steps:
+are loaded once for all heads. If possible, the 64 rows of a product are 8 queries of 8 heads, because fewer queries attend to
+fewer keys. Each product has these steps:
 
       wait for Q | S = Q K^T, two tiles | load the next Q | softmax of S | O = sum of P V, two tiles | store O
 
@@ -19,7 +19,7 @@ from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper.common import ROWS, allocate_barrier, load_work_tile, tile_view, tma_load
 from ringattn.kernels.hopper.epilogue import finish_work_tile
 
-# An operand of wgmma can begin at every multiple of 8 rows of K or V in shared memory.
+# In shared memory, a wgmma operand can begin at every eighth row of K or V.
 GROUP_ROWS = gl.constexpr(8)
 KEYS = gl.constexpr(128)
 
@@ -82,7 +82,7 @@ def _forward_kernel(
 ):  # fmt: skip
     """Compute all work tiles.
 
-    The arguments are those of `forward_narrow`, except that the head of a work tile is a key head. There is no state.
+    The arguments are those of `forward_narrow._forward_kernel`, but the head of a work tile is a key head. There is no state.
     """
     COLUMNS: gl.constexpr = CONFIG.columns
     QUERIES: gl.constexpr = ROWS // CONFIG.heads_per_row

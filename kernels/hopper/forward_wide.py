@@ -11,7 +11,7 @@ Read `forward_narrow` first. This kernel has two consumer warpgroups and the fol
                <---- empty[s] ------                              <------ release the stage
 
 A stage is a buffer in shared memory for one tile of K or V, with 256 or 128 columns. If K has 192 columns, a second ring buffer
-holds the last 64 columns, the *tail*. A tile of K and its tail share the mbarriers of the stage.
+holds the last 64 columns, the *tail*. A tile of K and its tail share the mbarriers of a stage.
 
 The order of the two products of a step depends on the number of available registers:
 
@@ -146,7 +146,7 @@ def _issue_step(query, buffers, barriers, p, o, position, CONSUMER: gl.constexpr
     _q_full, _q_empty, full, empty = barriers
     wait_for_ping_pong(CONSUMER, CONFIG)
     first_stage, _, _ = position
-    # The tensor cores finish products in the order of issue, and S = Q K^T is two products.
+    # S = Q K^T is issued as two products, and the tensor cores finish products in the order of issue.
     if CONFIG.overlap:
         scores, position = _issue_scores(query, buffers, full, position, CONFIG)
         second_stage, _, _ = position

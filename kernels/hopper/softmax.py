@@ -1,4 +1,4 @@
-"""In the Hopper forward, this softmax converts a tile of scores to probabilities in registers.
+"""The softmax of the Hopper forward converts a tile of scores to probabilities in registers.
 
 The probabilities are p = exp2(score - ref_max), with scores in log2 units. The page docs/hopper.md explains why a reference max
 `ref_max` replaces the running maximum of each row.
@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 
 from ringattn.kernels.hopper.common import ROWS, is_masked, step_start
 
-# This is the reference max of a row without keys, because -inf would make its probabilities NaN.
+# A row without keys has the reference max UNSET_REF_MAX, because -inf would make its probabilities NaN.
 UNSET_REF_MAX = gl.constexpr(-3.4028234663852886e38)
 
 # If l = sum(p) is below 2**48 and all |v| are at most 2**79, then o = sum(p * v) fits into fp32.
@@ -53,7 +53,7 @@ def _index_in_thread(tile):
 
 @gluon.jit
 def mask_scores(scores, lo, hi, start):
-    """In a tile of scores (64, keys) that begins at key `start`, replace scores outside [lo, hi) by -inf."""
+    """Replace scores (64, keys) outside [lo, hi) by -inf, where column 0 is key `start`."""
     KEYS: gl.constexpr = scores.shape[1]
     SCORES: gl.constexpr = scores.type.layout
     tile = by_thread(scores, KEYS)
@@ -64,7 +64,7 @@ def mask_scores(scores, lo, hi, start):
 
 @gluon.jit
 def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
-    """In the first COLUMNS columns, mask the keys below `bound` (with BELOW) or from `bound` on."""
+    """In the first COLUMNS columns, mask keys below `bound` if BELOW is set, and otherwise keys from `bound` on."""
     tile = by_thread(scores, scores.shape[1])
     NUMBERS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, tile.type.layout))
     first = start + 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, NUMBERS)).expand_dims(0)
@@ -79,7 +79,7 @@ def mask_edge(scores, bound, start, COLUMNS: gl.constexpr, BELOW: gl.constexpr):
 
 @gluon.constexpr_function
 def _rescale_assembly(count):
-    # Four accumulator registers of a thread hold two columns of one row, and then two of another row.
+    # Of every four accumulator registers of a thread, the first two belong to one row and the last two to another.
     alphas = [f"${2 * count + i % 4 // 2 * 2}" for i in range(count)]
     products = "".join(f"mul.f32 ${i}, ${i}, {alpha};" for i, alpha in enumerate(alphas))
     return (
@@ -118,8 +118,8 @@ def rescale_parts(o, alpha, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def raise_assembly():
-    # Each thread holds two rows. Outputs $0 and $1 are the new reference max of these rows. Inputs $2 and $3 are their largest
-    # scores, $4 and $5 the old reference max, and $6 and $7 the thresholds.
+    # The outputs $0 and $1 are the new reference max of a thread's two rows. The inputs $2 and $3 are the largest scores, $4
+    # and $5 the old reference max, and $6 and $7 the thresholds.
     exchange, choose = "", ""
     for row in ("0", "1"):
         # After two butterfly shuffles, all four threads of a row hold the maximum of the row.
@@ -199,7 +199,7 @@ def probabilities(scores, ref_max, l, row_bounds, loop, step, log2_scale, UPDATE
     if UPDATE_REF_MAX:
         ref_max, alpha = update_ref_max(scores, ref_max, log2_scale, CONFIG)
         l *= alpha
-    # In an unmasked tile, every row attends to a key, so every reference max is set afterwards.
+    # In an unmasked tile, every row attends to a key, so every row has a reference max afterwards.
     elif (step <= gl.where(num_unmasked > 0, num_masked_prefix, num_masked)) & ~all_initialised:
         ref_max = initialise_ref_max(scores, ref_max, log2_scale, CONFIG)
     p, l = exp_scores(scores, ref_max, l, log2_scale, CONFIG)

@@ -3,23 +3,23 @@
 The largest e4m3 number is 448, so a row's reference max rises if a probability would exceed 448. With the offset TOP in p =
 exp2(score - ref_max + TOP), e4m3 has four significant bits for most probabilities.
 
-The GPU's unit for exponentials (MUFU) would limit the speed, so the kernel computes p without it. An e4m3 number has 3 mantissa
-bits and the exponent bias 7. For x = score - ref_max + TOP, the byte of the e4m3 number nearest to 2^x is about:
+The GPU's unit for exponentials (MUFU) would limit the speed, so the kernel computes p without exponentials. An e4m3 number has
+3 mantissa bits and the exponent bias 7. For x = score - ref_max + TOP, the byte of the e4m3 number nearest to 2^x is about:
 
     byte(x) = round(8 x + 56 - 0.46)
 
-This formula interpolates linearly between two powers of two. The relative error of a probability is at most 8%, with mean 0 and
-root mean square 3.0%. Exact rounding to e4m3 has relative errors of up to 6.25%, with root mean square 2.5%. If p is below
-2^-6, it is subnormal in e4m3, and its byte is p * 2^9. The larger of two straight lines approximates normal and subnormal
-numbers:
+The formula interpolates 2^x linearly between neighbouring powers of two. The relative error of a probability is at most 8%,
+with mean 0 and root mean square 3.0%. Exact rounding to e4m3 has relative errors of up to 6.25%, with root mean square 2.5%. If
+a probability p is below 2^-6, it is subnormal in e4m3, and its byte is p * 2^9. The maximum of two linear functions
+approximates normal and subnormal numbers:
 
     level(x) = max(round(8 x + 72 - 0.46), 0)
     byte(x) = max(level(x) - 16, round(level(x) / 3))
 
-In fp16, the bits of n * 2^-24 are the integer n, for n up to 2048. Converting x * 2^-24 from fp32 to fp16 therefore rounds x to
-an integer. One instruction converts two numbers, and replaces negative numbers by 0.
+In fp16, the number n * 2^-24 has the bits of the integer n, for n up to 2048. Converting x * 2^-24 from fp32 to fp16 therefore
+rounds x to an integer. One instruction converts two numbers to fp16, and replaces negative numbers by 0.
 
-Levels relative to UNSET_REF_MAX would overflow fp16. The first reference max is therefore set in fp32.
+The first reference max is set in fp32, because levels relative to UNSET_REF_MAX would overflow fp16.
 """
 
 from triton.experimental import gluon
@@ -36,12 +36,12 @@ SLACK = gl.constexpr(1.5)
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# These are the levels of 1 and of 448, the largest e4m3 number.
+# ONE_LEVEL and MAX_LEVEL are the levels of the e4m3 numbers 1 and 448.
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 
-# If a row exceeds MAX_LEVEL, its largest level becomes TOP_LEVEL, which represents 1.75 * 2^6. At 1.75 * 2^6, the rounding
-# errors average to 0.
+# If a level exceeds MAX_LEVEL, the reference max rises so that the largest level of the row is TOP_LEVEL. TOP_LEVEL represents
+# 1.75 * 2^6, where the rounding errors average to 0.
 TOP_LEVEL = gl.constexpr(126)
 
 UNIT = gl.constexpr(2.0**-24)
@@ -62,7 +62,7 @@ def raise_ref_max(scores, ref_max, factors, v_exponent, CONFIG: gl.constexpr):
 
 @gluon.constexpr_function
 def _level_assembly():
-    """Compute the levels s * $6 + $7 of the scores s in $2 to $5, and pack them into $0 and $1."""
+    """Compute the levels s * $6 + $7 of four scores s. The scores are in $2 to $5, and the packed levels in $0 and $1."""
     code = "{ .reg .f32 t<4>;"
     for i in range(4):
         code += f"fma.rn.f32 t{i}, ${i + 2}, $6, $7;"
@@ -107,7 +107,7 @@ def _larger_levels(a, b):
 
 @gluon.constexpr_function
 def _limit_assembly():
-    """These PTX instructions raise the reference max of the two rows of a thread.
+    """These PTX instructions raise the reference max of a thread's two rows.
 
     $0 and $1 are the new reference max, and $2 and $3 are alpha. $4 and $5 are added to the levels, and contain two equal fp16
     numbers each. $6 and $7 are the thread's largest levels, and $8 and $9 are the old reference max.
