@@ -16,7 +16,7 @@ from ringattn.kernels.triton.launcher import OPTIONS, launch
 
 @triton.jit
 def _load_stats(stats, first, num_rows, ROWS: tl.constexpr, MASKED: tl.constexpr):
-    # Load lse and delta twice, because Triton would generate 32 loads per thread for a tile of two columns.
+    # The tile contains lse and delta twice, because Triton would load a tile of two columns with 32 loads per thread.
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, 4)[None, :] % 2
     pointers = stats + first.to(tl.int64) * 2 + (rows * 2 + columns)
     tile = tl.load(pointers, mask=rows < num_rows - first, other=0.0) if MASKED else tl.load(pointers)

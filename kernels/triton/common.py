@@ -8,8 +8,7 @@ in the kernel for dK and dV. The tuple `loop` describes this loop:
     num_unmasked         the tiles after them, in which all rows attend to all columns
     num_masked           all tiles with masked scores: the prefix and those after the unmasked tiles
 
-One loop processes all unmasked tiles, and a second loop (MASKED) all masked tiles. The index i counts the tiles of one of these
-loops.
+One loop processes all unmasked tiles, and a second loop (MASKED) all masked tiles. The index i counts the tiles of one loop.
 """
 
 import math
@@ -96,7 +95,7 @@ def configure(
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D), or a copy that stores heads before tokens if the kernels cannot use the strides."""
+    """Return x (B, N, H, D). If the kernels cannot use its strides, return a copy that stores heads before tokens."""
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -237,10 +236,10 @@ def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, 
 
 @triton.jit
 def loop_position(loop, i, column, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr):
-    """Without a block mask, all tiles of one head come before the tiles of the next head."""
+    """Without a block mask, the loop processes all tiles of one head before the tiles of the next head."""
     head = 0
     if GROUP > 1 and BLOCK == 0:
-        # Triton computes the first addresses even if the loop is empty, so the divisor must not be 0.
+        # Triton computes the first addresses even of an empty loop, so the divisor must not be 0.
         per_head = tl.maximum(loop_length(loop, MASKED), 1)
         i, head = i % per_head, i // per_head
     elif GROUP > 1:

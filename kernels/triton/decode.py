@@ -1,7 +1,7 @@
 """Split-KV decoding computes attention of a few new queries to a long cache of keys and values (Flash-Decoding, Dao et al.
 2023).
 
-The tiles of keys of all batch entries form one sequence, which is divided into *runs* of equal length. Each program computes
+The key tiles of all batch entries form one sequence, which is divided into *runs* of equal length. Each program computes
 attention to the keys of one run, for one key head:
 
     tiles of keys    [ entry 0                           ][ entry 1          ]
@@ -9,12 +9,10 @@ attention to the keys of one run, for one key head:
     parts            [ 0                ][ 1             ][ 2 ][ 3           ]        part = run + entry
 
 For each batch entry in its run, a program stores a partial softmax state, called a *part*. The program that stores the last
-part of a batch entry and key head merges its parts. The rows of a tile are the queries of all query heads that share a key
-head.
+part of a batch entry and key head merges all of their parts. The rows of a tile are the queries of all query heads that share a
+key head.
 
 Before the queries are ready, each program prefetches its first key tile into the L2 cache.
-
-The launches depend only on shapes, so a call can be captured in a CUDA graph.
 """
 
 import math
@@ -35,19 +33,18 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-# A program of `_merge_kernel` loads up to MERGE_ELEMENTS elements of o at once.
-MERGE_ELEMENTS = 4096
-# If `_merge_kernel` has more programs per SM, an early start would distribute the next kernel's programs unevenly.
+MERGE_ELEMENTS = 4096  # elements of o that a program of `_merge_kernel` loads at once
+# With more `_merge_kernel` programs per SM, an early start of the next kernel would distribute its programs unevenly.
 MAX_MERGE_PROGRAMS_PER_SM = 4
-# To merge more than MAX_MERGED_ELEMENTS of o, a second launch is faster than one program.
+# Merging more than MAX_MERGED_ELEMENTS elements of o is faster in a second launch than in one program.
 MAX_MERGED_ELEMENTS = 8192
-# With small caches, a launch may take longer than a kernel, so one launch is faster than two.
+# For small KV caches, a launch may take longer than the kernel, so one launch is faster than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# Above 4 TB/s, as on the H200, the kernel needs two programs per SM or one more pipeline stage.
+# Above a memory bandwidth of 4 TB/s, as on the H200, decoding needs two programs per SM or one more pipeline stage.
 FAST_MEMORY = 4e12
 # With fewer than 128 keys per program, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128
-# Strides in units of 8 elements let Triton generate loads of 16 bytes.
+# If strides are passed in units of 8 elements, Triton can generate 16-byte loads.
 STRIDE_UNIT = 8
 PREFETCH_BYTES = tl.constexpr(128)  # bytes of the L2 cache that one instruction prefetches
 INTERPRETER_SMS = 8  # for Triton's interpreter; any number gives correct results
@@ -103,10 +100,10 @@ class Config:
 
 @triton.jit
 def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Return two ranges of key tiles to which the queries of a batch entry attend.
+    """Return the two ranges of key tiles to which the queries of a batch entry attend.
 
-    The first range consists of the tiles [0, sink_tiles) with the attention sinks, the keys [0, num_sinks). The second range
-    begins with the tile `first_tile`, and ends before the key `end`.
+    The first range is the tiles [0, sink_tiles). It contains the attention sinks, which are the keys [0, num_sinks). The second
+    range begins with the tile `first_tile`, and ends before the key `end`.
 
     Args:
         bounds: (lo, hi, sinks, bound_stride, sink_stride, num_keys), as for `_attend_kernel`.
@@ -134,7 +131,7 @@ def _load_ranges(bounds, entry, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = F
 
 @triton.jit
 def _divide_into_runs(bounds, batch, num_runs, CONFIG: tl.constexpr, VOLATILE: tl.constexpr = False):
-    """Return (batch entries, numbers of their key tiles, key tiles per run)."""
+    """Return (batch entries, key tiles per batch entry, key tiles per run)."""
     entries = tl.arange(0, CONFIG.padded_batch)
     _, _, _, _, tiles = _load_ranges(bounds, tl.minimum(entries, batch - 1), CONFIG, VOLATILE)
     tiles = tl.where(entries < batch, tiles, 0)
@@ -228,7 +225,7 @@ def _attend_to_tiles(
             first_tile = tile // CONFIG.page_tiles * CONFIG.page_tiles
             tile_k = _at_page(head_k, page, first_tile, k_batch, k_row, CONFIG)
             tile_v = _at_page(head_v, page, first_tile, v_batch, v_row, CONFIG)
-            # Load the next page number in advance, because Triton would otherwise wait for all earlier loads.
+            # Load the number of the next page in advance, because Triton would otherwise wait for all earlier loads.
             page = tl.load(page_table + _tile_at(t + 1, ranges, HAS_SINKS) // CONFIG.page_tiles, mask=t + 1 < end, other=0)
         # Memory bandwidth limits this kernel, so masking every tile costs no time. Rows from `end_key` on may contain NaN and
         # are not read.
@@ -242,7 +239,7 @@ def _attend_to_tiles(
 
 @triton.jit
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
-    """An earlier kernel may still be writing the bounds, but prefetching a wrong tile costs little time."""
+    """The bounds may still change, but prefetching a wrong tile costs little time."""
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
     entry = tl.minimum(_entry_of_tile(tiles, begin), batch - 1)
@@ -314,7 +311,7 @@ def _store_part(parts, num_part_rows, state, part, head, row, CONFIG: tl.constex
 
 @triton.jit
 def _is_last_part(counter, num_parts):
-    """Count a stored part, and return whether it was the last part of its batch entry. The atomic addition has acquire and
+    """Count a stored part, and return whether it completes the parts of its batch entry. The atomic addition has acquire and
     release semantics, so that the last program can read all parts.
     """
     # Only one thread executes the atomic addition, so first wait until all threads have stored the part.
@@ -451,7 +448,7 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 
 def choose_num_runs(num_sms: int, programs: int) -> int:
     """Memory is read fastest with one program per SM. If one program per SM would leave more than a quarter of the SMs idle,
-    plan for two.
+    plan for two per SM.
     """
     num_runs = max(num_sms // programs, 1)
     return num_runs if 4 * num_runs * programs >= 3 * num_sms else max(2 * num_sms // programs, 1)

@@ -7,7 +7,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-# Triton 3.10 will not fuse products and sums by default.
+# Triton 3.10 will no longer fuse multiplications and additions by default.
 OPTIONS = {"enable_fp_fusion": True}
 _compiled: dict[tuple, CompiledKernel] = {}
 
@@ -23,8 +23,8 @@ def launch(
 ) -> None:
     """Launch kernel[(programs,)](*operands, *numbers, **constants) on the current device.
 
-    Triton inspects all arguments of a launch, which takes as long as a short kernel. Therefore `launch` finds compiled kernels
-    by a short key. Unlike Triton, `launch` calls no launch hooks and does not detect tensors on another device.
+    Triton inspects all arguments of a launch, which takes as long as a short kernel. Therefore `launch` looks up compiled
+    kernels by a short key. Unlike Triton, `launch` calls no launch hooks and does not detect tensors on another device.
 
     Args:
         operands: tensors, TMA descriptors and None, with at least one tensor; the constants must determine the block shapes of
@@ -80,7 +80,6 @@ class PreparedLaunch:
         compiled = self._compiled
         if compiled is None or address_bits % 16:
             compiled = self.kernel[self.grid](*operands, *self.fixed, **self.options)
-            # Only the kernel for 16-byte-aligned addresses is kept.
             self._compiled = self._compiled if address_bits % 16 else compiled
             return
         compiled.run(

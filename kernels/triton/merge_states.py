@@ -43,7 +43,7 @@ def _merge_kernel(
 ):  # fmt: skip
     """In this kernel, a row is one head of one token.
 
-    If `out` is None, the kernel overwrites the base with the merged state, and otherwise writes (out, lse).
+    The kernel writes (out, lse), or overwrites the base with the merged state if `out` is None.
     """
     blocks = tl.cdiv((end - start) * HEADS, ROWS)
     batch = tl.program_id(0) // blocks

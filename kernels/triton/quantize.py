@@ -1,7 +1,7 @@
 """Convert q, k and v to the FP8 format of `ringattn.kernels.fp8` in a single launch.
 
-The rotation adds terms in another order than in PyTorch, so a result may be rounded to a neighbouring e4m3 number. If the
-largest element of a block is close to 448 times a power of two, the scale may also differ.
+The rotation adds terms in another order than PyTorch, so a result may be rounded to a neighbouring e4m3 number. If the largest
+element of a block is close to 448 times a power of two, the scale may also differ.
 """
 
 import torch
@@ -21,10 +21,10 @@ NUM_WARPS = {64: 4, 128: 4, 256: 8}
 # With 16-bit inputs and 168 registers per thread, an SM runs three programs instead of two.
 MAX_REGISTERS = {128: 168}
 
-# With larger Hadamard matrices, the kernel would need more shared memory and L2 bandwidth.
+# With Hadamard matrices larger than 64 x 64, the kernel would need more shared memory and L2 bandwidth.
 PART = 64
 
-# For exponents up to 126, the scale and its inverse are normal fp32 numbers.
+# See `_MAX_SCALE_EXPONENT` in `ringattn.kernels.fp8`.
 MAX_EXPONENT = tl.constexpr(126)
 
 
@@ -135,7 +135,7 @@ def _split_index(index, heads, num_tokens):
     return index // (heads * blocks), index // heads % blocks, index % heads
 
 
-# Let Triton specialise on the strides, because Triton generates 16-byte loads only for known multiples of 16.
+# Let Triton specialise on the strides, because it generates 16-byte loads only for strides that are known multiples of 16.
 @triton.jit(do_not_specialize=["batch", "num_queries", "num_keys"])
 def _quantize_kernel(
     q, k, v, q_out, k_out, v_out, q_scales, k_scales, v_scales, matrices, batch, num_queries, num_keys,
@@ -161,7 +161,7 @@ def _quantize_kernel(
 
 @cached_on_device(maxsize=None)  # a captured CUDA graph contains the addresses of the matrices
 def _matrices(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return one Hadamard matrix times random signs for every PART columns."""
+    """Return a Hadamard matrix for each slice of PART columns, with the rows multiplied by random signs."""
     signs = fp8.rotation(dim, device)[:, 0].sign()
     matrix = fp8.rotation(PART, device).sign()
     matrices = signs.view(-1, PART, 1) * (matrix * matrix[:, :1])

@@ -1,7 +1,7 @@
 """Round a matrix to FP8, and write it together with its transpose.
 
-On GPUs, an FP8 matrix product reads both operands along the dimension over which it sums. A forward and a backward sum over
-different dimensions of a matrix, so both orders are needed.
+On GPUs, an FP8 matrix product requires that both operands are contiguous along the summed dimension. A forward and a backward
+sum over different dimensions of a matrix, so both orders are needed.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ringattn.kernels.triton.launcher import launch
 
-# On an H200, tiles of 128 x 128 elements have the same speed.
+# On an H200, tiles of 128 x 64 and 128 x 128 elements are equally fast.
 ROWS, COLUMNS = 128, 64
 
 # The length of a transposed row is a multiple of 16 elements, as `torch._scaled_mm` requires.

@@ -1,4 +1,4 @@
-"""Keep scratch memory between calls, because on the host an allocation takes half as long as a launch."""
+"""Keep scratch memory between calls, because an allocation takes the host half as long as a launch."""
 
 import threading
 from typing import NamedTuple
@@ -21,10 +21,10 @@ class Scratch(NamedTuple):
 
 
 class ScratchPool:
-    """A `ScratchPool` provides scratch memory for kernels that write and read the memory on one stream.
+    """A `ScratchPool` provides scratch memory for kernels that write and read it on one stream.
 
-    Each call reuses the scratch memory of its stream, or allocates new memory if another thread is using it. During the capture
-    of a CUDA graph, a call always receives new memory, because the graph may be replayed on any stream.
+    Each call reuses the scratch memory of its stream, or allocates new memory if another thread is using it. During CUDA graph
+    capture, a call always receives new memory, because the graph may be replayed on any stream.
     """
 
     def __init__(self) -> None:
