@@ -17,7 +17,7 @@ SIZE_UNIT = 64
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A query attends to a key if the interval mask allows it and `keep` is True for their pair of blocks.
+    """A query attends to a key if both the interval mask and `keep` of their two blocks allow it.
 
     Reuse one `BlockMask` for all calls, because it caches the lists of blocks that the kernels read.
 

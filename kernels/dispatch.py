@@ -32,7 +32,7 @@ def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks:
     return choose_backend(q.device, q.dtype, backend, (q.shape[-1], v.shape[-1]), plain)
 
 
-# Import the kernels of a backend only at its first call, so that a rank on a CPU never loads Triton.
+# Import a backend's kernels only at its first call, so that a rank on a CPU never loads Triton.
 
 
 @cache
@@ -104,9 +104,8 @@ def forward(
         backend: one of BACKENDS. For few queries, "auto" selects the split-KV kernel.
         precision: as in `reference.forward`, or "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which
             allows neither dropout nor a block mask.
-        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. With `shares_sms`, the Hopper
-            kernels launch one program per work tile, so that each starts as soon as an SM is free. Other backends ignore this
-            argument.
+        shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. With `shares_sms`, each program of a
+            Hopper kernel computes one work tile, and starts as soon as an SM is free. Other backends ignore this argument.
 
     Raises:
         ValueError: shapes, dtypes or devices do not match, or the backend cannot run the call.
@@ -259,9 +258,9 @@ def decode(
 ) -> Any:
     """Compute `reference.decode`, with contiguous `lo`, `hi`, `sinks` and `page_table`.
 
-    On a GPU, decoding takes one or two launches of split-KV kernels, which can be captured in a CUDA graph. With fp64 inputs or
-    head dims above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the backend
-    "hopper" selects the Triton kernel.
+    On a GPU, split-KV decoding takes one or two launches, which can be captured in a CUDA graph. With fp64 inputs or head dims
+    above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the backend "hopper"
+    selects the Triton kernel.
 
     Raises:
         ValueError: as for `forward`.
@@ -288,8 +287,8 @@ def prepare_decode(
     """Prepare repeated calls of `decode` with the same tensors k, v and page_table. The last dimension of k and v must be
     contiguous.
 
-    Return a function of (q, lo, hi, sinks) for tensors with the same shapes, dtypes and devices as those given here. The
-    returned function does not check its arguments, which saves several microseconds per token.
+    Return a function of (q, lo, hi, sinks), which takes tensors of the shapes, dtypes and devices given here. The returned
+    function does not check its arguments, which saves several microseconds per token.
     """
     choice = _choose_decode(q, v, backend)
     if choice.backend == "triton":
@@ -342,9 +341,9 @@ def backward(
 ) -> Gradients:
     """Compute `reference.backward` with the selected backend.
 
-    For head dims up to 128, the Hopper kernels sum dq in no fixed order, so the last bits of dq vary. All other results are
-    bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq in a fixed order, which is
-    slower.
+    For head dims up to 128, the Hopper kernels sum dq in no fixed order. The last bits of dq therefore vary. All other results
+    are bitwise reproducible. Under `torch.use_deterministic_algorithms(True)`, the Hopper kernels sum dq in a fixed order,
+    which is slower.
 
     Args:
         q to dv, grad_dtype: as in `reference.backward`. If `delta` is (out, dlse), the function computes delta from both

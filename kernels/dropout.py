@@ -33,7 +33,7 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        # If p is close to 1, p * 2**32 is rounded up to 2**32, which does not fit into 32 bits.
+        # If p is close to 1, p * 2**32 is rounded up to 2**32, which needs 33 bits.
         return min(round(self.p * 2**32), _WORD_MASK)
 
     @property

@@ -1,8 +1,8 @@
 """A fixed order of work tiles makes every sum of dq in the deterministic Hopper backward reproducible.
 
-The order of two tiles of keys matters only if a query attends to both tiles. Because lo and hi never decrease, only the order
-of neighbouring tiles must be fixed. Of two neighbouring tiles, the *predecessor* adds to dq first. A *chain* is a sequence of
-neighbouring key tiles of one head that share queries. A chain has one of two directions:
+The order in which two key tiles add to dq matters only if a query attends to both tiles. Because lo and hi never decrease, only
+the order of neighbouring tiles must be fixed. Of two neighbouring tiles, the *predecessor* adds to dq first. A *chain* is a
+sequence of neighbouring key tiles of one head that share queries. A chain has one of two directions:
 
 - In a *forwards* chain, the tile of the last keys starts first, and loops begin with the first query tile.
 - In a *backwards* chain, the tile of the first keys starts first, and loops begin with the last query tile.

@@ -85,7 +85,7 @@ def order_by_head_group(tiles: ndarray, heads: int, num_groups: int) -> ndarray:
 
 
 def split_last_wave(work_tiles: ndarray, programs: int, rows: int) -> ndarray:
-    """If the last wave would leave at least half of the programs idle, split each work tile of this wave in two."""
+    """If the last wave would occupy at most half of the programs, split its work tiles in two."""
     remainder = len(work_tiles) % programs
     if rows <= CONSUMER_ROWS or len(work_tiles) < programs or 2 * remainder > programs:
         return work_tiles

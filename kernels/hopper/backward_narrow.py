@@ -298,7 +298,7 @@ def _step(
 def _skip_step(
     dq_sums, previous_chunk, previous_slot, buffers, barriers, stage, phase, CONSUMER: gl.constexpr, CONFIG: gl.constexpr
 ):  # fmt: skip
-    """In a step whose queries attend to none of this consumer's keys, only add dQ of the previous step to dq."""
+    """If no query of a step attends to this consumer's keys, only add dQ of the previous step to dq."""
     queries, _douts, _row_scalars, keys, _values, ds_tiles, staging = buffers
     q_full, dout_full, empty = barriers
     mbarrier.wait(q_full.index(stage), phase)

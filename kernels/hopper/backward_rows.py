@@ -1,7 +1,7 @@
-"""Triton kernels prepare the inputs of the Hopper backward, and convert its dq from the register layout of wgmma to rows.
+"""Triton kernels prepare the inputs of the Hopper backward, and convert dq from the register layout of wgmma to rows.
 
-Queries without keys, and rows beyond the last query, get lse = inf. With lse = inf, all probabilities of a query are 0, so the
-main kernels need not mask this query.
+Queries without keys, and rows beyond the last query, get lse = inf. With lse = inf, all probabilities are 0, so the main
+kernels need not mask these queries.
 """
 
 import triton

@@ -12,7 +12,7 @@ The order comes from `ringattn.kernels.tile_order`. The page docs/hopper.md expl
       store the next dQ               wait until the additions of both consumers are complete
                                       publish the progress of the work tile
 
-Each work tile has two counters in global memory, one for its even steps and one for its odd steps.
+In global memory, each work tile has a counter for its even steps and another for its odd steps.
 """
 
 from triton.experimental import gluon
@@ -25,7 +25,7 @@ from ringattn.kernels.hopper.common import tile_view, tma_reduce_add
 # The tensor `progress` begins with two integers: the number of programs that have started, and an unused number.
 HEADER = gl.constexpr(2)
 
-# In `progress`, the counter of a work tile is h * PER_HEAD + n after n steps of query head h. Every query head has fewer than
+# After n steps of query head h, a work tile's counter in `progress` is h * PER_HEAD + n. Every query head has fewer than
 # PER_HEAD steps.
 PER_HEAD = gl.constexpr(2**20)
 
@@ -43,7 +43,7 @@ def take_number(progress):
 
 @gluon.jit
 def _wait_for(pointer, count, seen):
-    """The compiler assumes that all lanes of a warp leave this loop together, so lane 0 loads the counter for all."""
+    """The compiler assumes that all lanes leave this loop together, so lane 0 loads the counter for the warp."""
     while seen < count:
         seen = gl.inline_asm_elementwise(
             "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "
@@ -57,8 +57,8 @@ def _wait_for(pointer, count, seen):
 def _publish(pointer, progress):
     """Store `progress` after this warp's additions to dq are complete.
 
-    Waiting for the additions to dq does not order the store of `progress` after them, so this store has release semantics.
-    Without release semantics, the last bits of dq changed in almost every test.
+    The store needs release semantics, because waiting for the additions to dq does not order the store after them. Without
+    release semantics, the last bits of dq changed in almost every test.
     """
     hopper_common.execute("cp.async.bulk.wait_group 0; mov.b32 $0, $1;")
     # Only one thread of the warp waits for the additions, so synchronise the warp before the store.

@@ -220,7 +220,7 @@ def _compute_tile(
     else:
         query = split_tile(query_tile, CONFIG.columns)
     if CONFIG.state_stages > 0 and first_step > 0:
-        # Release the buffer that still holds o, because the producer needs it for K and V of the skipped steps.
+        # Release the buffer that still holds o, because the producer needs it for the skipped K and V.
         hopper_common.tma_store_wait(0)
         release_state_stage(barriers, state_stage, CONFIG)
         state_stage = gl.to_tensor(-1)

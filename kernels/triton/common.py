@@ -227,7 +227,7 @@ def loop_tile(loop, i, MASKED: tl.constexpr):
 
 @triton.jit
 def load_block_column(blocks, loop, i, STEP: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Loading each column one step early saves a stage of Triton's software pipeline."""
+    """Loading the block column one step early saves a stage of Triton's software pipeline."""
     if blocks is None:
         return 0
     else:

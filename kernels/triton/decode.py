@@ -40,7 +40,7 @@ MAX_MERGE_PROGRAMS_PER_SM = 4
 MAX_MERGED_ELEMENTS = 8192
 # For small KV caches, a launch may take longer than the kernel, so one launch is faster than two.
 SMALL_CACHE_BYTES = 48 * 2**20
-# Above a memory bandwidth of 4 TB/s, as on the H200, decoding needs two programs per SM or one more pipeline stage.
+# Above 4 TB/s of memory bandwidth, as on the H200, decoding needs two programs per SM or one more pipeline stage.
 FAST_MEMORY = 4e12
 # With fewer than 128 keys per program, merging would take longer than splitting saves.
 MIN_RUN_KEYS = 128

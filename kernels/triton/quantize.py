@@ -135,7 +135,7 @@ def _split_index(index, heads, num_tokens):
     return index // (heads * blocks), index // heads % blocks, index % heads
 
 
-# Let Triton specialise on the strides, because it generates 16-byte loads only for strides that are known multiples of 16.
+# Let Triton specialise on the strides, because 16-byte loads require strides that are known multiples of 16.
 @triton.jit(do_not_specialize=["batch", "num_queries", "num_keys"])
 def _quantize_kernel(
     q, k, v, q_out, k_out, v_out, q_scales, k_scales, v_scales, matrices, batch, num_queries, num_keys,
