@@ -57,8 +57,8 @@ def ring_attention(
             `torch.autocast` casts q, k and v to the autocast dtype.
         layout, mask: which positions each rank holds, and which keys each position may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
-        scale, dropout_p, backend: as for `flash_attention`. The dropped entries depend neither on the ranks nor on the layout.
-        seed: seed of the dropout, the same on all ranks, but different for every layer and step.
+        scale, dropout_p, backend: as for `flash_attention`. The dropped entries do not depend on the ranks or the layout.
+        seed: the same on all ranks, but different for every layer and step.
         first_head: the index of q's first head among all heads of the layer. Dropout depends on this index.
         schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", a pass uses
             the state ring if a cost model predicts a gain of at least 3%. CPUs always use the state ring.
@@ -67,8 +67,8 @@ def ring_attention(
         precision: as for `flash_attention`, the same on all ranks. With "fp8", each block of 128 rows of a shard shares a
             scale.
         return_lse: also return the log-sum-exp of the scores.
-        sink_logits: (Hq,), learned logits that take part in the softmax of every query but have no value. Sinks may require
-            gradients. Each rank computes the gradient that comes from its own queries. None for no sinks.
+        sink_logits: (Hq,), learned logits that take part in the softmax but have no value. Sinks may require gradients. Each
+            rank computes the gradient that comes from its own queries. None for no sinks.
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype, or (out, lse). The log-sum-exp lse (B, N, Hq) is fp32 (fp64 for fp64 inputs). A query
@@ -76,8 +76,8 @@ def ring_attention(
 
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.
-        RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). If a GPU is waiting for
-            the lost rank, the process exits with a message instead.
+        RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). A process whose GPU waits
+            for the lost rank exits with a message instead.
     """
     check_dense(q, k, v)
     q, k, v = autocast(q, k, v)
@@ -98,12 +98,11 @@ def ring_attention(
 
 
 def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: Group | None, device: torch.device) -> None:
-    """Compute the plan of future calls with a new mask, while the GPU is still busy. Planning takes up to a second for many
-    ranks.
+    """Compute the plan of future calls with a new mask while the GPU is busy. Planning takes up to a second for many ranks.
 
     Args:
         mask, layout: the arguments of the future calls. For a split layout, pass `layout.whole`.
-        like: the pair (mask, layout) of earlier calls with the same shapes, options, group and device.
+        like: (mask, layout) of earlier calls with the same shapes, options, group and device.
 
     Raises:
         ValueError: an argument is invalid, such as a split layout.

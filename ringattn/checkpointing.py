@@ -25,7 +25,7 @@ OPERATORS = ("ring_attention", "ulysses_attention", "flash_attention")
 class SavedAttention:
     """A `SavedAttention` object holds the results of all attention calls in a checkpointed function.
 
-    After the forward pass, `take` returns and removes the tensors. The caller can move the tensors to the host. Before the
+    After the forward pass, `take` returns and removes the saved tensors, which the caller can move to the host. Before the
     recomputation, `put` must bring the tensors back. If `keeps` is False, nothing is saved, and the recomputation runs
     attention again.
     """

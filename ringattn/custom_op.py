@@ -118,7 +118,7 @@ def register(
         # Only compilers need the operator. Eager calls skip the dispatcher, because dispatching takes time.
         if torch.compiler.is_compiling():
             return operator(q, k, v, *to_flat(spec))
-        # FakeTensorMode rejects real tensors, so convert all real tensors to fake tensors.
+        # FakeTensorMode rejects real tensors, so convert them to fake tensors.
         if torch._C._len_torch_dispatch_stack():
             q, k, v, *settings = _to_fake_mode((q, k, v, *to_flat(spec)))
             spec = unflatten(spec_type, settings)

@@ -62,8 +62,8 @@ class KVCache:
         """Create an empty cache.
 
         Args:
-            capacity: the maximum number of tokens on all ranks together.
-            rank, ranks: this rank, and the number of ranks over which the sequence is sharded.
+            capacity: the maximum number of tokens over all ranks.
+            rank, ranks: this rank, and the number of ranks.
             block: the number of consecutive new tokens that `append` adds to one rank.
 
         Raises:
@@ -270,11 +270,11 @@ def decode_attention(
             rank's cache. The tensors lo and hi are int32 (1 or B, N), contiguous and on the device of the queries. Neither lo
             nor hi may decrease from one query to the next. The GPU reads lo and hi, so a CUDA graph can capture the call. The
             values of lo and hi are not checked. Rows outside the cache are ignored.
-        sinks: the number of attention sinks, the first tokens of the sequence (Xiao et al. 2023). Later tokens attend to the
-            sinks even outside the window. With `bounds`, pass an int32 tensor (1 or B,) on the device of q. Query i then also
-            attends to the first min(sinks, hi[i]) rows.
+        sinks: the number of first tokens that are attention sinks (Xiao et al. 2023). Later tokens attend to the sinks even
+            outside the window. With `bounds`, pass an int32 tensor (1 or B,) on the device of q. Query i then also attends to
+            the first min(sinks, hi[i]) rows.
         scale, backend: as for `flash_attention`.
-        sink_logits: (Hq,), learned logits that take part in the softmax but have no value, as for `ring_attention`.
+        sink_logits: (Hq,), as for `ring_attention`.
 
     Returns:
         out (B, N, Hq, Dv) in the dtype of the cache, on every rank.
@@ -402,7 +402,7 @@ def _rows_of_window(
 def _rows_of_lengths(
     lengths: tuple[int, ...], num_queries: int, window: int | None, sinks: int | None, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Like `_rows_of_window`, for a cache on one rank, in which row i has position i."""
+    """Like `_rows_of_window`, but for a cache on one rank, whose row i has position i."""
     _check_num_queries(num_queries, min((length for length in lengths if length), default=0))
     sinks, window = _limit(sinks, window, max(lengths))
     ends = [end for length in lengths for end in range(length - num_queries + 1, length + 1)]

@@ -30,7 +30,7 @@ def explain(
 ) -> str:
     """Return a text that describes the chosen schedules of both passes, with the reasons.
 
-    For every hop, the text also lists the messages, and says whether computation hides the communication.
+    For every hop, the text lists the messages, and says whether computation hides the communication.
 
     This function does not compute attention. The times in the text are estimates from a table of link and kernel speeds, see
     `ringattn.planning.cost_model`.

@@ -43,8 +43,8 @@ def flash_attention(
     bits of dq may differ between runs. For equal bits, set `torch.use_deterministic_algorithms(True)`, which takes longer.
 
     Calls may run on several CUDA streams at the same time. A CUDA graph can capture a call that has run before. If a CUDA graph
-    writes `blocks.keep`, later calls need a copy of `blocks`. A NaN value of a key may spread to queries of the same tile that
-    do not attend to the key.
+    writes `blocks.keep`, later calls need a copy of `blocks`. If the value of a key is NaN, queries of the same tile may become
+    NaN without attending to the key.
 
     With `precision="fp8"`, the forward pass rounds q, k and v to FP8, see `ringattn.kernels.fp8`. The error is a few percent.
     The backward pass also uses the rounded inputs. Rounded fp16 inputs become bf16, and other inputs keep their dtype. FP8
@@ -62,9 +62,9 @@ def flash_attention(
                                          1 1 1 1
 
         is_causal: a short form of mask=Mask.causal(). Without `mask` and `is_causal`, every query attends to every key.
-        scale: positive factor on the scores before the softmax; None for D ** -0.5.
-        dropout_p: probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout. With None, every call draws a seed from torch's default CPU generator. All replays of a
+        scale: a positive factor on the scores; None for D ** -0.5. dropout_p: the probability of dropping an entry of the
+        softmax, below 1. seed: with None, every call with dropout draws a seed from torch's default CPU generator. All replays
+        of a
             CUDA graph drop the same entries, so CUDA graphs require a seed, as does `torch.compile`.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.backends`.
@@ -117,7 +117,7 @@ def flash_attention(
 
 
 def _draw_seed(device: torch.device) -> int:
-    """Draw a seed from torch's default CPU generator, because activation checkpointing restores the generator's state."""
+    """Draw a seed from torch's default CPU generator, whose state activation checkpointing restores."""
     if torch.compiler.is_compiling():
         raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
     if is_capturing(device):

@@ -123,7 +123,7 @@ class Layout:
 
     @property
     def stride(self) -> int:
-        """Return the distance between consecutive positions of a piece: more than 1 only in striped layouts."""
+        """Return the distance between consecutive positions of a piece, which exceeds 1 only in striped layouts."""
         return self.ranks // self.parts if self.kind.startswith("striped") else 1
 
     @cached(maxsize=256)
@@ -196,9 +196,9 @@ class Layout:
         """Gather the shards: return the whole sequence on every rank, in the order of positions, without gradients.
 
         Args:
-            x: this rank's rows, which are gathered over `group`; or a list with the rows of every rank.
-            group: the group of all ranks of the layout; None for the default group.
-            dim: the dimension that contains the rows.
+            x: this rank's rows, or a list with the rows of every rank.
+            group: gathers this rank's rows; None for the default group.
+            dim: the dimension of the rows.
 
         Raises:
             ValueError: the number of rows or ranks is wrong, or `x` requires a gradient.

@@ -31,7 +31,7 @@ def work(mask: Mask, layout: Layout) -> Tensor:
     ends = [[positions_of_rows(layout, rank, x) for x in ends] for rank, ends in enumerate(rows)]
     first, last = map(np.concatenate, zip(*ends, strict=True))
     num_tiles = np.array([len(first) for first, _ in ends])
-    # The first query of a tile has the smallest lo, and the last query has the largest hi.
+    # In a tile, the first query has the smallest lo, and the last query has the largest hi.
     lo, _ = intervals_at(mask, layout.seq_len, first)
     _, hi = intervals_at(mask, layout.seq_len, last)
     before_lo, before_hi = (RowsBefore(layout, x.astype(np.int32)) for x in (lo, hi))

@@ -92,9 +92,8 @@ class Mask:
     With `Mask(window=(left, right))`, a query attends to `left` earlier keys, its own key and `right` later keys. If `left` or
     `right` is None, the query attends to all keys on that side.
 
-    Three attributes are computed from the fields. The attribute `reach` is (left, right), with 2**62 for None. The attribute
-    `totals` contains the number of tokens of each batch entry. The int64 tensor `numbers` contains all document lengths or all
-    pieces.
+    The attribute `reach` is (left, right), with 2**62 for None. The attribute `totals` contains the number of tokens of each
+    batch entry. The int64 tensor `numbers` contains all document lengths or all pieces.
     """
 
     is_causal: bool = False
@@ -137,10 +136,9 @@ class Mask:
         """Return a mask in which a query attends to its own key and to all earlier keys.
 
         Args:
-            window: the number of newest keys that a query attends to, including its own; None for all keys.
-            documents: the lengths of packed documents, which sum to S. Pass one list or tensor for all batch entries, or one
-                per batch entry. Instead of cu_seqlens, pass `cu_seqlens.diff()`. A query attends only to keys of its own
-                document.
+            window: the number of newest keys per query, including its own; None for all keys.
+            documents: the lengths of packed documents, which sum to S, as one list or tensor for all batch entries or per batch
+                entry. Instead of cu_seqlens, pass `cu_seqlens.diff()`. A query attends only to keys of its own document.
 
         Raises:
             ValueError: the window is not an integer >= 1, or a length is not an integer >= 0.

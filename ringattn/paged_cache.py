@@ -38,8 +38,8 @@ class PagedKVCache:
 
     Attributes:
         lengths: the number of tokens of each sequence, without tokens that graphs appended.
-        free_pages: the number of pages that no sequence uses.
-        page_table: int32 (batch, pages per sequence), on the device of the cache; None before the first `append`.
+        free_pages: the number of unused pages.
+        page_table: int32 (batch, pages per sequence), on the cache's device; None before the first `append`.
     """
 
     rank, ranks = 0, 1
@@ -48,9 +48,9 @@ class PagedKVCache:
         """Create an empty cache.
 
         Args:
-            pages: the number of pages of all sequences together.
+            pages: the number of pages.
             batch: the number of sequences.
-            capacity: the maximum number of tokens of one sequence.
+            capacity: the maximum number of tokens per sequence.
             page_size: the number of tokens per page, a multiple of 64.
 
         Raises:

@@ -66,8 +66,8 @@ def run_schedule(
 
     Args:
         circulating: the contiguous tensors of this rank's block, such as (k, v) in the KV ring.
-        compute: compute(local_step, block, into) runs attention of this rank's tensors and the rows of the local step. The
-            result accumulates in `into`, the same rows of `own_result`. For another rank's block, `into` is None. Then
+        compute: compute(local_step, block, into) runs attention of one local step. For this rank's own block, the result
+            accumulates in `into`, the local step's rows of `own_result`. For another rank's block, `into` is None, and
             `compute` returns a new partial result, or None if the pass has no results.
         own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
@@ -258,7 +258,7 @@ class Ring:
 
         def compute(local_step: LocalStep, block: Tensors, into: Tensors | None) -> Tensors:
             intervals, options = prepared[local_step]
-            # The kernel's epilogue merges only contiguous states. A slice of rows is contiguous only for a single batch entry.
+            # The kernel's epilogue merges only contiguous states. For several batch entries, a slice of rows is not contiguous.
             incoming = into if q.shape[0] == 1 else None
             state = operands.attend(block, None, intervals, self.spec.scale, incoming, **options)
             if into is None:
@@ -318,7 +318,7 @@ class Ring:
             nonlocal dk, dv
             q, dout, lse, delta = block
             intervals, options = prepared[local_step]
-            # For a single batch entry, the slice is contiguous, and the kernel can accumulate into it.
+            # For a single batch entry, the slice of rows is contiguous, so the kernel can accumulate into the slice.
             (dq,) = (into or (None,)) if q.shape[0] == 1 else (None,)
             partial_dq, dk, dv = dispatch.backward(
                 q, k, v, dout, lse, delta, intervals, self.spec.scale, dq, dk, dv, grad_dtype=dtype, **options

@@ -47,7 +47,7 @@ class AttentionSpec(NamedTuple):
 
     @classmethod
     def create(cls, mask: Mask, layout: Layout, **options: Any) -> "AttentionSpec":
-        """Return the spec for a mask and a layout. The dict `options` contains the remaining fields."""
+        """Return the spec for a mask and a layout. The dict `options` contains the other fields of the spec."""
         return cls(
             numbers=mask.numbers,
             before=mask.reach[0],

@@ -55,8 +55,8 @@ def ulysses_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax(scale * q k^T + mask) v over the whole sequence, like `ring_attention`, on U x R ranks.
 
-    Rank r of `ring_group` and rank u of `ulysses_group` is rank r * U + u of the layout. If several ranks need the same key
-    head, each of them receives a copy. The gradients of the copied key heads are summed in the dtype of the inputs.
+    The rank with number r in `ring_group` and u in `ulysses_group` is rank r * U + u of the layout. If several ranks need the
+    same key head, each of them receives a copy. The gradients of the copied key heads are summed in the dtype of the inputs.
 
     Args:
         q: (B, N, Hq, D), this rank's tokens in layout order; U divides Hq.
@@ -66,8 +66,8 @@ def ulysses_attention(
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`; the all-to-all sends the unrounded inputs, which the backward pass needs.
-        recompute_all_to_all: save q, k and v instead of the results of the all-to-all. With this setting, the backward pass
-            repeats the all-to-all. The repetition saves memory only if the model saves or recomputes q, k and v anyway.
+        recompute_all_to_all: save q, k and v instead of the results of the all-to-all. If True, the backward pass repeats the
+            all-to-all. Repeating the all-to-all saves memory only if the model saves or recomputes q, k and v anyway.
 
     Returns:
         As `ring_attention`.
@@ -261,7 +261,7 @@ def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
 
 
 def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
-    """Exchange lse of this rank's heads (B, sum of tokens, Hq / U) for lse of its tokens (B, N, Hq)."""
+    """Exchange lse of this rank's heads (B, tokens of the group, Hq / U) for lse of its tokens (B, N, Hq)."""
     heads = _HeadChunks(spec.tokens, transport.messages, 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
     heads.send_back(exchange, 0, lse)

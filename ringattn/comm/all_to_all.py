@@ -36,7 +36,7 @@ class HeadSlice(NamedTuple):
 
 
 class TokenSlice(NamedTuple):
-    """A `TokenSlice` selects the tokens of one rank from x (B, sum of tokens, ...). The tokens of x are in rank order."""
+    """A `TokenSlice` selects the tokens of one rank from x (B, tokens of all ranks, ...). The tokens of x are in rank order."""
 
     counts: tuple[int, ...]  # number of tokens on each rank
 
@@ -51,8 +51,8 @@ class Exchange(Protocol):
     """An `Exchange` fills a set of tensors with slices that all ranks send."""
 
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
-        """Send the slice `take(x, r)` of each tensor x in `block` to every rank r. For each x, the `into` of `start` contains a
-        tensor y of the receiver. The receiver copies the slice into the view `put(y, sender)`.
+        """Send the slice `take(x, r)` of each tensor x in `block` to every rank r. The receiver's `into` (see `start`) contains
+        a tensor y for each x, and the slice is copied to `put(y, sender)`.
 
         The tensors of `block` must not be modified before `AllToAll.finish`.
         """
@@ -69,8 +69,8 @@ class AllToAll(Protocol):
 
         Args:
             into: the contiguous tensors to fill, each (B, lengths[rank], ...).
-            lengths: the number of tokens on each rank.
-            sends: how many times each rank calls `Exchange.send`.
+            lengths: tokens per rank.
+            sends: the calls of `Exchange.send` per rank.
         """
 
     def finish(self) -> None:

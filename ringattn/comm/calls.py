@@ -83,7 +83,7 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
             if values[0] != values[1]:
                 where = [f"{name} = {value} on rank {rank}" for value, rank in zip(values, ranks, strict=True)]
                 return f"call {number} of the group has {' and '.join(where)}: all ranks must make the same calls"
-        # The fingerprint of a call also covers all earlier calls.
+        # A call's fingerprint also covers all earlier calls.
         return (
             f"an earlier call differs between rank {ranks[0]} and rank {ranks[1]}, before call {number} of the group: all "
             "ranks must make the same calls"
@@ -92,6 +92,6 @@ def describe_difference(ranks: tuple[int, int], logs: tuple[list[Entry], list[En
 
 
 def shorten(value: object) -> str:
-    """Return the value as text. A checksum replaces all characters after the first 80."""
+    """Return the value as text, in which a checksum replaces all characters after the first 80."""
     text = str(value)
     return text if len(text) <= 80 else f"{text[:80]}... (checksum {zlib.crc32(text.encode()):08x})"

@@ -184,15 +184,14 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
 
 def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
     store = _get_process_group_store(group)
-    # A clone has its own connection, so waits of the watchdog do not delay other users of the store.
+    # A clone of the store has its own connection, so the watchdog's waits do not delay other users.
     store = store.clone() if hasattr(store, "clone") else store
     return dist.PrefixStore(f"ringattn/{prefix}", store)
 
 
 def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:
-    """Return a name for the keys of this handshake, the same on all ranks.
-
-    The name is unique, because the store may contain keys of earlier handshakes.
+    """Return a unique name for the keys of this handshake, the same on all ranks. The store may contain keys of earlier
+    handshakes.
     """
     numbers, lists = ([f"{name}/{rank}" for rank in range(group.size())] for name in ("number", "numbers"))
     own, end = uuid.uuid4().hex, time.monotonic() + timeout_seconds()

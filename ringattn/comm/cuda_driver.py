@@ -14,7 +14,7 @@ _WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_V
 # CU_STREAM_WAIT_VALUE_EQ and CU_STREAM_WRITE_VALUE_DEFAULT. By default, earlier work of the stream becomes visible to all
 # devices before the driver writes the value.
 _OPERATION_FLAGS = {_WAIT: 1, _WRITE: 0}
-# The driver accepts fewer than 256 operations per call. A wait and the write that clears the flag must be in the same call.
+# The driver accepts fewer than 256 operations per call. A driver call that waits for a flag must also clear the flag.
 _MAX_OPERATIONS = 254
 
 
@@ -103,7 +103,7 @@ def wait_and_clear_flags(addresses: Sequence[int], stream: int) -> None:
     _run_in_order(_waits(tuple(addresses)), stream)
 
 
-# Creating a list of operations takes as long as a driver call, so the lists are cached.
+# Lists of operations are cached, because creating a list takes as long as a driver call.
 @lru_cache(maxsize=4096)
 def _writes(addresses: tuple[int, ...]) -> list["ctypes.Array[_Operation]"]:
     return _batches([(_WRITE, address, 1) for address in addresses])

@@ -47,9 +47,10 @@ KINDS = ("block", "result")
 # Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# Up to this total size, results stay in the receive buffer. One kernel sums the results at the end of the pass.
+# Results with at most MAX_KEPT_RESULT_BYTES stay in the receive buffer, until one kernel sums them at the end of the pass.
 MAX_KEPT_RESULT_BYTES = 1 << 30
-# Messages up to this size use three slots in turn, and may arrive two steps early. Larger messages use two slots.
+# Messages of at most MAX_TRIPLE_SLOT_BYTES use three slots in turn, and may arrive two steps early. Larger messages use two
+# slots.
 MAX_TRIPLE_SLOT_BYTES = 128 << 20
 MAX_SENDS = 2 * MAX_HEAD_CHUNKS  # each chunk of heads is sent and returned
 MAX_CACHED_ROUTES = 64  # packed documents create a new schedule in every training step
@@ -58,7 +59,7 @@ ALIGNMENT = 256  # bytes; every tensor in a receive buffer starts at a multiple
 
 
 def padded_bytes(x: Tensor, rows: int) -> int:
-    """Return the bytes that `rows` rows of a tensor like `x` (B, N, ...) occupy in a receive buffer."""
+    """Return the bytes of `rows` rows of a tensor like `x` (B, N, ...) in a receive buffer."""
     size = x.shape[0] * rows * x.shape[2:].numel() * x.element_size()
     return -(-size // ALIGNMENT) * ALIGNMENT
 
@@ -92,7 +93,7 @@ class ReceiveBuffer:
         self.memory, self.addresses = self.transport.share(torch.uint8, count)
 
     def keep_for_graph(self) -> None:
-        """During the capture of a CUDA graph, keep the current memory forever. Replays of the graph use this memory."""
+        """During the capture of a CUDA graph, keep the current memory forever, because replays of the graph use it."""
         if torch.cuda.is_current_stream_capturing():
             assert self.memory is not None
             self._kept.add(self.memory)
@@ -209,9 +210,9 @@ class NvlinkTransport(Transport):
         return tuple(events)
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        # This rank's streams may wait for flags that another rank never sets. Setting all flags lets the streams continue, but
-        # the streams then send invalid messages. Invalid messages must not overwrite messages of earlier calls. So first wait
-        # until every rank's main stream is idle or has begun the failed call.
+        # This rank's streams may wait for flags that another rank never sets. If this rank sets all flags, its streams
+        # continue, but send invalid messages. Invalid messages must not overwrite messages of earlier calls. Therefore, first
+        # wait until every rank's main stream is idle or has begun the failed call.
         main, began_call = events[0], self._started_call == self.recovery.call
         while not (main.query() or (began_call and self.started.query())) and not self.watchdog.is_stopped():
             time.sleep(_POLL)

@@ -2,8 +2,7 @@
 
 Every rank has one receive buffer for all-to-alls. Each exchange uses a region of the receive buffer. A region has the layout of
 the receive tensors. A sender therefore copies its slice straight to the final position. Then the sender sets a flag. When all
-flags of an exchange are set, the region is copied into ordinary tensors. Kernels can read these tensors, and autograd can save
-them.
+flags of an exchange are set, the region is copied into ordinary tensors, which kernels can read and autograd can save.
 
 Flags work as in `ringattn.comm.nvlink`. A rank sets *ready* flags at the end of each call. Other ranks wait for a ready flag
 before they write into the rank's receive buffer. No deadlock is possible, because send i never waits for send i + 1, or later
@@ -53,7 +52,6 @@ def _strided_copies(
         take, put: as for `Exchange.send`.
         shape, strides: describe the tensor (B, N, H, D) to send. The heads of a token must be contiguous.
         heads, lengths: the tensors to fill have the shape (B, lengths[receiver], *heads).
-        element_size: bytes per element.
         rank: the sender.
     """
 
@@ -91,7 +89,7 @@ class NvlinkAllToAll:
         return _NvlinkExchange(self, into, lengths, offsets, sends)
 
     def begin_send(self) -> int:
-        """Make `send_stream` and `local_stream` wait for the main stream. Return the number of this send, from 0."""
+        """Make `send_stream` and `local_stream` wait for the main stream. Return the number of this send, counted from 0."""
         number, self.num_sends = self.num_sends, self.num_sends + 1
         if number == 0:
             self.receive_buffer.reserve(self.total_bytes)

@@ -68,7 +68,7 @@ class PassGraphs:
             of_plan[key] = found
         transport = self.transport
         transport.begin_replay()
-        # The watchdog regards the pass as one hop.
+        # For the watchdog, the replayed pass is one hop.
         hop = transport.watchdog.start("replay of a ring pass", 0, 1, ())
         results = found.replay(inputs)
         transport.messages.num_exchanges += found.num_exchanges

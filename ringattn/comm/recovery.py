@@ -1,6 +1,6 @@
 """Reset a ring after an exception inside a call, so that the next call returns exact results.
 
-After the exception, messages and flags of the call are still in flight. No later call may receive these messages and flags.
+After the exception, messages and flags of the failed call are still in flight, and later calls must not receive them.
 Therefore:
 
 1. A rank whose call raises an exception publishes the call's number and the exception in the job's store.
@@ -81,8 +81,8 @@ class Recovery:
             self.depth -= 1
 
     def look(self) -> None:
-        """Look for an exception of another rank. Declare a fault if this rank has finished the same call, or hangs in the
-        call.
+        """Look for a call in which another rank raised an exception. Declare a fault if this rank has finished the call or
+        hangs in the call.
         """
         generation = self.generation
         other = self._first_record() if self.left is None else None

@@ -86,9 +86,8 @@ def simulate(
     """Run `function(rank, group)` on every rank of a simulated ring and return the results by rank.
 
     Args:
-        ranks: the number of ranks.
         function: runs in one thread per rank. Contexts of the caller, such as torch.no_grad, do not apply there.
-        all_pairs: True if every rank can reach every other rank directly, False if only its neighbours.
+        all_pairs: whether every rank can reach all other ranks directly, and not only its neighbours.
         in_turns: whether only one rank computes at a time, which is faster. Pass in_turns=False if `function` contains other
             synchronisation, such as a barrier. Some kernels require True.
 

@@ -112,7 +112,7 @@ class in_call:
     """Every attention call runs inside the context manager `in_call(*transports)`. After an exception, each transport is reset
     before its next call.
 
-    A nested context belongs to the same call as the outer context.
+    Nested `in_call` contexts belong to the same call.
     """
 
     __slots__ = ("transports",)
@@ -200,7 +200,7 @@ def _plan_messages(schedule: Schedule, rank: int, block: Shapes, result: Shapes)
 class MessageTransport(Transport):
     """A `MessageTransport` sends every message as one contiguous tensor. Subclasses implement `exchange`."""
 
-    # The number of exchanges over NCCL so far. NCCL waits forever if two ranks start different exchanges.
+    # The number of exchanges over NCCL so far. If two ranks start different exchanges, NCCL waits forever.
     num_exchanges = 0
     waiting_since: float | None = None  # start of the host's current wait, or None
 
@@ -243,8 +243,8 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Return the free message buffers of earlier passes with the same plan and stream. Messages wait for all earlier work
-        of the stream, so a new pass may reuse the buffers at once.
+        """Return the free message buffers of earlier passes with the same plan and stream. A new pass may reuse them at once,
+        because messages wait for all earlier work of the stream.
         """
         stream = 0
         if device.type == "cuda":

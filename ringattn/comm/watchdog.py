@@ -161,7 +161,7 @@ class Watchdog:
         return self._calls.tag
 
     def cancel(self, hop: Hop | None) -> None:
-        """Stop watching a hop that this rank no longer waits for."""
+        """Stop watching a hop for which this rank no longer waits."""
         with self._lock, suppress(ValueError):  # the hop may have finished already
             if hop is not None:
                 self.in_flight.remove(hop)
@@ -178,7 +178,7 @@ class Watchdog:
             self._generation += 1  # last, because the thread must not publish the old log for the new generation
 
     def fault(self, hop: Hop | None) -> RingFault | None:
-        """Return an exception that names the rank that caused an error in `hop`. Return None if `hop` is None."""
+        """Return an exception that names the rank behind an error in `hop`. Return None if `hop` is None."""
         if hop is None:
             return None
         with suppress(Exception):  # if the store is gone, `_diagnose` reports this
@@ -247,7 +247,7 @@ class Watchdog:
         return None
 
     def _diagnose(self, hop: Hop) -> str:
-        """Return a sentence that names the rank that is behind. All ranks return the diagnosis that reached the store first."""
+        """Return a sentence about the rank that is behind. All ranks return the diagnosis that reached the store first."""
         waiting = f"rank {self.rank} waited {time.monotonic() - hop.since:.0f} s in {hop}; the run ends here"
         try:
             if self.store.check(["verdict"]):

@@ -60,7 +60,7 @@ def attention_flops(device: torch.device) -> float:
 
 
 def attention_flops_of(capability: int) -> float:
-    """Return the speed of attention, in FLOP/s, on GPUs with this major compute capability."""
+    """Return the speed of attention, in FLOP/s, on GPUs with the given major compute capability."""
     # 8 is Ampere and Ada, 9 is Hopper, 10 is Blackwell.
     return {8: 1.8e14, 9: 5.8e14, 10: 1.2e15}.get(capability, 6e13)
 

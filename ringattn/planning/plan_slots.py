@@ -12,7 +12,7 @@ class PlanSlots:
     """A `PlanSlots` object holds the memory from which a CUDA graph reads its plan.
 
     Args:
-        plan: a plan with `is_fixed=True`. Before you create the slots, run each pass once with `plan`, so that all tables
+        plan: a plan with `is_fixed=True`. Before you create a `PlanSlots`, run each pass once with `plan`, so that all tables
             exist. The layouts of later plans must have the same number of rows per rank.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Plan the ring passes of one rank under a mask and a layout.
 
-A plan contains schedules, and the intervals of the mask as rows of shards instead of positions.
+A plan contains schedules, and the intervals of the mask, in rows of shards instead of positions.
 """
 
 import logging
@@ -278,8 +278,8 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """For each pair of ranks, return the columns of the second rank to which rows of the first rank attend. The columns form
-    ranges (first, end): int64 (2, row ranks, column ranks).
+    """For each pair of ranks, return the second rank's columns to which the first rank's rows attend. The columns form ranges
+    (first, end): int64 (2, row ranks, column ranks).
     """
     by_column_rank = []
     lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))
@@ -357,8 +357,8 @@ def add_plan(plan: Plan) -> None:
 
 @contextmanager
 def use_plans(plans: Sequence[Plan]) -> Generator[None]:
-    """Inside this context, each call uses the plan whose mask has the same `reach` as the call's mask. Documents and layouts
-    may differ.
+    """Inside this context, an attention call uses the plan whose mask has the same `reach` as the mask of the call. Documents
+    and layouts may differ.
     """
     global _forced
     _forced = {plan.mask.reach: plan for plan in plans}

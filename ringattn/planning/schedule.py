@@ -144,8 +144,8 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
 
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
-        results: whether ranks send results back to the owners of the blocks.
-        split_points: the row at which each rank's own block is split; None for the first row.
+        results: whether results return to the owners of the blocks.
+        split_points: where each rank's own block is split; None for the first row.
     """
     start, stop = (np.array([[getattr(x, end) for x in row] for row in need]) for end in ("start", "stop"))
     number, rank, owner = _rounds(stop > start)
@@ -170,20 +170,19 @@ def _table(columns: int, rows: Sequence[tuple[int, ...]]) -> np.ndarray:
 def _rounds(needed: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return the rounds of a direct schedule. In each round, a rank computes with the block of at most one other rank.
 
-    There are two candidates. In round s, rank r computes with the block of rank r XOR s in the first, and with the block of
-    rank (r - s) modulo P in the second. The candidate with fewer rounds is used.
+    In round s, rank r computes with the block of rank r XOR s, or with the block of rank (r - s) modulo P. The rule with fewer
+    rounds is used.
 
     Args:
         needed: needed[owner][rank] says whether the rank needs rows of the owner's block.
 
     Returns:
-        (round, rank, owner): arrays with one element per computation, in the order of the rounds. The rank computes with the
-        owner's block.
+        (round, rank, owner): arrays with one element per computation with an owner's block, in the order of the rounds.
     """
     ranks = np.arange(len(needed))
     owners = [(ranks - ranks[1:, None]) % len(needed)]
     if len(needed) & (len(needed) - 1) == 0:
-        # In a tie, min() prefers XOR, with which two ranks exchange their blocks in the same round.
+        # In a tie, min() prefers XOR, because two ranks then exchange their blocks in the same round.
         owners.insert(0, ranks ^ ranks[1:, None])
     with_work = min((each[needed[each, ranks].any(1)] for each in owners), key=len)
     number, rank = needed[with_work, ranks].nonzero()

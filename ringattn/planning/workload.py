@@ -84,5 +84,5 @@ def chunk_work(q: Tensor, k: Tensor, v: Tensor, pairs: float, precision: str = "
 
 
 def head_chunk(x: Tensor, count: int, i: int = 0) -> Tensor:
-    """Return chunk i of `count` chunks of the heads of x (B, N, H, ...), as a view."""
+    """Return a view of x (B, N, H, ...): chunk i of `count` chunks of heads."""
     return x.unflatten(2, (count, -1))[:, :, i]

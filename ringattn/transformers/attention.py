@@ -10,14 +10,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ringattn.attention import ring_attention
 from ringattn.transformers.batch import RingBatch
 
-# The library transformers passes these keywords to every attention function. The keywords do not change the result of
-# attention.
+# Keywords that transformers passes to every attention function, without effect on the result
 NEUTRAL = {"position_ids", "use_cache", "labels", "shift_labels", "num_items_in_batch", "output_hidden_states", "return_dict"}
 
 
 class RingMask:
-    """A `RingMask` holds the window of a layer. Models pass it to `attend` in place of a mask tensor. The class is not a
-    dataclass, because FSDP copies dataclasses.
+    """A `RingMask` holds the window of a layer. Models pass the `RingMask` to `attend` in place of a mask tensor. The class is
+    not a dataclass, because FSDP copies dataclasses.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -87,7 +86,7 @@ def create_mask(*, mask_function: Callable[..., Tensor], local_size: int | None 
     nor padding.
 
     Raises:
-        ValueError: the mask is neither causal nor a causal window, or it depends on the tokens.
+        ValueError: the mask is neither causal nor a causal window, or depends on the tokens.
     """
     if any(isinstance(x, Tensor) for x in _captured(mask_function)) or not _is_causal(mask_function, local_size):
         raise ValueError(

@@ -19,7 +19,8 @@ from ringattn.transformers.batch import IGNORE, inputs_of, next_labels, ring_of,
 class RingLoader:
     """A `RingLoader` applies `shard_batch` to each batch of a data loader, and yields the arguments of `model(...)`.
 
-    The average of all ranks' losses is the mean over the labels of all rings. Rows that fill the last batch have no labels.
+    The average of all ranks' losses is the mean over the labels of all rings. Rows that only fill the last batch have no
+    labels.
 
     Args:
         loader: yields whole batches; not an output of `accelerator.prepare`.
@@ -75,18 +76,18 @@ def prepare_loader(loader: DataLoader[Any], ring_size: int, accelerator: Acceler
         use_stateful_dataloader=config.use_stateful_dataloader,
     )
     if hasattr(sampler, "generator"):
-        # With a single ring, accelerate would not send the generator's state to the other ranks.
+        # With a single ring, accelerate would not send the random generator's state to other ranks.
         prepared.synchronized_generator, prepared.rng_types = sampler.generator, rng_types
     accelerator._dataloaders.append(prepared)
     return prepared
 
 
-# A row of a batch for which only `rest` rows are new in all rings
+# A row of the last batch, which has only `rest` new rows in all rings
 Filled = namedtuple("Filled", "row rest")
 
 
 class RowsOfRing(IterableDatasetShard):
-    """Yields the rows of a ring, and fills the last batch of all rings with the first rows."""
+    """Yields the rows of a ring, and fills the last batch of all rings with the first rows of the dataset."""
 
     def __iter__(self) -> Generator[Any]:
         total, start = self.num_processes * self.batch_size, self.process_index * self.batch_size
@@ -114,7 +115,7 @@ def collate_rows(collate: Callable[[list[Any]], Any], start: int, rows: list[Any
 def ignore_repeated_rows(batch: dict[str, Any], ring_size: int, accelerator: Accelerator) -> dict[str, Any]:
     """Remove the labels of repeated rows, with which accelerate fills the last batch of every ring.
 
-    The attribute `rest` of the loader becomes the number of new rows, or 0 if all are new. Raise ValueError if the collator has
+    The loader's attribute `rest` becomes the number of new rows, or 0 if all rows are new. Raise ValueError if the collator has
     joined rows, so that repeated rows cannot be removed.
     """
     state: Any = accelerator.gradient_state

@@ -63,7 +63,7 @@ def _check_call(model: nn.Module, _: object, arguments: dict[str, Any], results:
 
 
 def _counts_tokens(module: nn.Module) -> bool:
-    """Return whether an embedding computes positions from the attention mask, if the batch has no positions."""
+    """Return whether an embedding computes missing positions from the attention mask."""
     return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(module.forward).parameters
 
 

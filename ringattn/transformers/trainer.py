@@ -165,7 +165,7 @@ def check_trainer(trainer: RingMixin) -> None:
 
 
 def _prepare_model(prepare: Callable[..., Any], model: Any, **options: Any) -> Any:
-    """Prepare a model, and let training after an evaluation prepare it again.
+    """Prepare a model for training or evaluation. Training after an evaluation prepares the model again.
 
     Accelerate would not wrap the model by DDP after an evaluation, so the ranks would not average gradients.
     """
