@@ -39,10 +39,10 @@ def choose(wanted: bool | None, size: int, saves_early: bool, planned: float = 0
     """Decide whether a run saves its checkpoints in the background. All ranks call this function.
 
     Args:
-        wanted: the setting `trainer.background_saves`.
-        size: the bytes of the tensors of a checkpoint on this rank.
+        wanted: `trainer.background_saves`.
+        size: the bytes of this rank's tensors in a checkpoint.
         saves_early: whether the run saves before its last step.
-        planned: the bytes of host memory that the memory plan of this rank uses.
+        planned: the bytes of host memory in this rank's memory plan.
 
     Raises:
         InsufficientMemory: on every rank, if `wanted` is True, but a rank has too little host memory.
@@ -74,9 +74,8 @@ class Saver:
     Leaving the context waits for the last save.
 
     Args:
-        device: the device of this rank.
         size: the bytes of host memory for copies on this rank; None to save in the foreground.
-        timeout_s: the timeout of a collective in seconds.
+        timeout_s: the timeout of collectives.
     """
 
     def __init__(self, device: torch.device, size: int | None, timeout_s: int) -> None:
@@ -91,7 +90,7 @@ class Saver:
     def save(self, directory: Path, step: int, tensors: dict[str, Tensor], meta: dict[str, Any], keep: int) -> None:
         """Save a checkpoint after the previous save has ended. Arguments and errors as in `storage.save`.
 
-        A background save first copies the tensors, which may change after this function returns. The method `wait` raises the
+        A background save first copies the tensors, so they may change after this function returns. The method `wait` raises the
         errors of the save.
         """
         self.wait()
@@ -112,8 +111,7 @@ class Saver:
         try:
             if self._device.type != "cuda":
                 return storage.save(directory, step, tensors, meta, keep, self._group)
-            # DCP synchronises the current stream. The thread needs a stream of its own, so that DCP does not wait for the
-            # steps.
+            # DCP synchronises the current stream. The thread has its own stream, so that DCP does not wait for training steps.
             with torch.cuda.stream(torch.cuda.Stream(self._device)):
                 return storage.save(directory, step, tensors, meta, keep, self._group)
         except BaseException:
@@ -141,7 +139,9 @@ def _nothing() -> Future[Path | None]:
 
 
 class HostCopies:
-    """Holds copies of tensors in one block of host memory. Every `copy` reuses the block, which is pinned for a GPU."""
+    """Holds copies of tensors in one block of host memory. Every `copy` reuses this block, which is pinned if the tensors are
+    on a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._block = device, torch.empty(0, dtype=torch.uint8, device="cpu")

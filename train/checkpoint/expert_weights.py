@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ringattn.train.settings.config import ConfigError
 
-# MXFP4 has 16 numbers, namely the numbers in FP4 and their negatives. Each group of 32 numbers shares one scale.
+# MXFP4 has 16 numbers, namely the numbers in FP4 and their negatives. Each group of 32 MXFP4 numbers shares one scale.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 SCALE_BIAS = 127
 
@@ -32,9 +32,7 @@ def tensor_names(name: str, count: int, files: Container[str]) -> list[str]:
 
 
 def open_tensor(files: Mapping[str, Any], name: str, count: int) -> Any:
-    """Return the parameter `name` as an object like a safetensors slice. The argument `files` maps tensor names to open
-    files.
-    """
+    """Return the parameter `name` as an object like a safetensors slice, where `files` maps tensor names to open files."""
     slices = [files[each].get_slice(each) for each in tensor_names(name, count, files)]
     if "{}" in name:
         return OneTensorPerExpert(name, slices)

@@ -14,7 +14,7 @@ from ringattn.train.settings.config import ConfigError
 
 
 class Entry(NamedTuple):
-    """Maps an entry of config.json to a setting. The value of the entry must have the type of `default`."""
+    """Maps an entry of config.json, whose value has the type of `default`, to a setting."""
 
     setting: str
     default: Any
@@ -64,7 +64,7 @@ def mistral_layers(config: dict[str, Any]) -> list[str]:
 
 
 def uniform_layers(config: dict[str, Any]) -> list[str]:
-    """All layers are alike, because transformers ignores `layer_types` in these families."""
+    """Return equal types for all layers, because transformers ignores `layer_types` in some families."""
     window = config["sliding_window"]
     types = mistral_layers(config)
     if {*types} != {"full" if window is None else "sliding"}:
@@ -100,7 +100,7 @@ def smollm_layers(config: dict[str, Any]) -> list[str]:
     has_window = config.get("use_sliding_window") and config.get("sliding_window") is not None
     kinds = listed(config, lambda layer: "sliding" if has_window and not has_rope[layer - 1] else "full")
     if "sliding" in kinds and not config.get("use_sliding_window"):
-        # Without use_sliding_window, the window in transformers depends on the attention function.
+        # Unless use_sliding_window is true, the window in transformers depends on the attention function.
         raise ConfigError("layer_types contains sliding_attention, but use_sliding_window is not true")
     return [kind if rope else f"{kind}-nope" for kind, rope in zip(kinds, has_rope, strict=False)]
 
@@ -142,7 +142,7 @@ AFTER = {
 }
 # Entries of config.json that `model.balance_loss` replaces
 ROUTER_LOSS = frozenset({"router_aux_loss_coef", "output_router_logits"})
-# With rope_parameters per type of layer, transformers ignores "truncate", so yarn-exact is impossible.
+# If each type of layer has its own rope_parameters, transformers ignores "truncate", so yarn-exact is impossible.
 NESTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 PATTERN = frozenset({"sliding_window_pattern"})
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
@@ -375,7 +375,7 @@ IRRELEVANT = {
 
 
 def unknown_entries(config: dict[str, Any]) -> list[str]:
-    """Return the sorted names of entries with an unknown meaning. Entries that are null are ignored."""
+    """Return the sorted names of config.json's entries with an unknown meaning. Entries that are null are ignored."""
     family = FAMILIES[config["model_type"]]
     known = (
         READ
@@ -401,7 +401,7 @@ def renamed(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
 
 def fixed_entries(family: Family) -> dict[str, Any]:
-    """Return the entries for which our model supports only one value, with this value."""
+    """Return the entries of config.json for which our model supports only one value, with the supported value."""
     return {name: value for name, value in {**FIXED, **family.fixed}.items() if name not in family.entries}
 
 

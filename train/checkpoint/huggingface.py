@@ -43,11 +43,11 @@ ROPE_FIXED: dict[str, dict[str, Any]] = {
     "yarn-exact": {**YARN, "truncate": False},
     "longrope": {},
 }
-# For these rope types, a null "factor" means the extended length divided by the trained length.
+# The rope types whose "factor" may be null, which means the extended length divided by the trained length
 HAS_DEFAULT_FACTOR = ("yarn", "yarn-exact", "longrope")
-# Loading ignores constants and masks that other programs store as tensors.
+# When weights are loaded, constants and masks that other programs store as tensors are ignored.
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
-# The settings that distinguish the families. A setting without an entry in config.json has its default.
+# The settings that distinguish the families. A setting that config.json does not contain has its default.
 ARCHITECTURE = (
     *("rope_interleaved", "qkv_bias", "output_bias", "qk_norm", "qk_norm_all_heads", "attention_scale", "norm"),
     *("norm_position", "parallel", "activation", "embedding_scale", "residual_scale", "logit_scale"),
@@ -207,7 +207,7 @@ def describes(config: dict[str, Any], model: ModelConfig) -> bool:
 
 
 def _number(name: str, *sources: dict[str, Any], kind: type = int, default: Any = None) -> Any:
-    """Return the entry `name` from the first source that has it. Raise ConfigError if the entry has an invalid type."""
+    """Return the value of `name` in the first source with this entry. Raise ConfigError if the value has an invalid type."""
     value = next((entries[name] for entries in sources if entries.get(name) is not None), default)
     if isinstance(value, bool) or not isinstance(value, (int, kind)):
         raise ConfigError(f"{name} is {value!r:.60}, but {'an integer' if kind is int else 'a number'} is required")
@@ -254,7 +254,7 @@ def _has_tied_embeddings(files: dict[str, Any], declared: bool) -> bool:
     embedding, head = (files[name].get_slice(name) for name in names)
     if (shape := embedding.get_shape()) != head.get_shape():
         return False
-    # Compare a few rows at a time, because both tensors may have several GB. The dtypes may differ.
+    # Compare a few rows at a time, because the embedding and the head may have several GB. The dtypes may differ.
     parts = (slice(i, i + 1024) for i in range(0, shape[0], 1024))
     return all(torch.equal(embedding[part].double(), head[part].double()) for part in parts)
 
@@ -368,7 +368,7 @@ def _list_changes(settings: dict[str, Any], model: ModelConfig) -> str:
 def load(path: Path, model: nn.Module) -> None:
     """Load the weights in a folder into `model`. Each rank reads only the rows of its own shards.
 
-    The embedding of `model` may have additional padded rows, which this function does not change.
+    If the embedding of `model` has additional padded rows, these rows do not change.
 
     Args:
         path: the folder of the Hugging Face model.
@@ -384,7 +384,7 @@ def load(path: Path, model: nn.Module) -> None:
     for parameter_name, parameter in parameters.items():
         name = hugging_face_name(parameter_name, family)
         if parameter_name == "embedding" and name not in files and "head" not in parameters:
-            name = hugging_face_name("head", family)  # Some models store tied weights only as the head.
+            name = hugging_face_name("head", family)  # Some models store a tied embedding only as the head.
         tensors.setdefault(name, {})[parameter_name] = parameter
     size, total, copied = bytes_on_disk(path, "*.safetensors"), local_bytes(parameters.values()), 0
     with show_progress(("loading", "loaded"), path, size, lambda: copied / total):

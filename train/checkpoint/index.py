@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-# Unpickling may create objects of these classes, because their creation has no side effects.
+# The classes of objects that unpickling may create, because their creation has no side effects
 _METADATA_CLASSES = (
     *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
     *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
@@ -31,8 +31,8 @@ def parse_index(content: bytes, files: Container[str]) -> Metadata:
     """Parse the content of an index. The argument `files` contains the names of the checkpoint's other files.
 
     Raises:
-        Exception: the content is not an index, or the index names a file that is not in `files`. A broken pickle may raise an
-            error of any type.
+        Exception: the content is not an index, or the index names a file that is not in `files`. Reading a broken pickle may
+            raise an error of any type.
     """
     index = _IndexUnpickler(io.BytesIO(content)).load()
     for name, entry in index.state_dict_metadata.items():
@@ -55,7 +55,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _get_enum_member(enum: object, name: str) -> Enum:
-    """Return a member of an Enum. Python 3.11.0 to 3.11.3 pickle such a member as a call of `getattr`."""
+    """Return a member of an Enum, which Python 3.11.0 to 3.11.3 pickle as a call of `getattr`."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
         raise pickle.UnpicklingError(f"it contains the attribute {name} of {enum}, which is not allowed in a checkpoint")
     return enum[name]

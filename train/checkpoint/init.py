@@ -22,7 +22,6 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
 
     Args:
         path: a checkpoint, or a folder with a Hugging Face model.
-        config, tokenizer: the settings and the tokenizer of the run.
 
     Raises:
         ConfigError: `path` is neither a checkpoint nor a model, or its weights do not fit the run.
@@ -46,7 +45,7 @@ def load(path: Path, model: nn.Module) -> None:
     """Load the weights at `path` into `model`. All ranks call this function. Call `compare_settings` first.
 
     Raises:
-        ConfigError: on every rank, if a file cannot be read, or a weight is missing, not finite or of another shape.
+        ConfigError: on every rank, if a file is unreadable, or a weight is missing, not finite or of another shape.
     """
     if huggingface.is_model(path):
         with sync_errors():

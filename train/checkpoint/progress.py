@@ -19,7 +19,7 @@ from ringattn.train.parallel.memory.pinned import resident_bytes
 log = logging.getLogger(__name__)
 Work = TypeVar("Work")
 
-# The seconds between two progress messages. A save or a load that takes less time shows no message.
+# The seconds between two progress messages. A shorter save or load shows no message.
 INTERVAL_S = 5.0
 # The seconds between two checks for a stop signal.
 POLL_S = 0.5
@@ -40,9 +40,9 @@ def show_progress(
         verbs: the words for the body while it runs and when it has ended, such as ("saving", "saved").
         path: what the body processes, such as the file or the folder that it reads or writes.
         size: the number of bytes that all ranks together read or write, or the amount of other work.
-        fraction: returns the completed part of the work, from 0 to 1. A thread calls this function.
-        unit: the unit of `size`, such as "tokens", or None for bytes.
-        if_killed: a function that returns the consequence of a kill, which is logged after a stop signal.
+        fraction: returns the completed part of the work, from 0 to 1. A thread calls `fraction`.
+        unit: the unit of `size`; None for bytes.
+        if_killed: returns the consequence of a kill, which is logged after a stop signal.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         yield
@@ -90,7 +90,7 @@ def show_allocation(size: int) -> AbstractContextManager[None]:
 
 def bytes_on_disk(folder: Path, pattern: str = "*") -> int:
     total = 0
-    with suppress(OSError):  # A checkpoint's folder may be renamed during the loop.
+    with suppress(OSError):  # The checkpoint's folder may be renamed during the loop.
         for file in folder.glob(pattern):
             total += file.stat().st_size
     return total

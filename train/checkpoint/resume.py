@@ -31,17 +31,17 @@ FREE = (
     *("trainer.sample_tokens", "trainer.sample_prompt", "trainer.profile"),
 )
 
-# A resumed run compares the settings of these groups with its checkpoint.
+# The groups of settings that a resumed run compares with its checkpoint
 COMPARED = tuple(group for group in GROUPS if group != "logger")
 
 
 def saved_config(meta: dict[str, Any]) -> Config:
     """Return the settings with which a checkpoint was trained.
 
-    Settings that are missing in meta.json have their defaults. Unknown settings outside of the model are ignored.
+    Settings that are missing in meta.json have their defaults, and unknown settings other than model settings are ignored.
 
     Raises:
-        ConfigError: a setting has an invalid type, or this version lacks a model setting of the checkpoint.
+        ConfigError: a setting has an invalid type, or a model setting of the checkpoint is unknown.
     """
     stored = meta.get("config")
     if not isinstance(stored, dict) or not all(isinstance(stored.get(group, {}), dict) for group in GROUPS):
@@ -69,7 +69,7 @@ def saved_config(meta: dict[str, Any]) -> Config:
     return reset_unused(config, given=set())  # Earlier versions saved values without effect.
 
 
-@cache  # The settings of a checkpoint are read several times.
+@cache  # Log each message once, although the settings of a checkpoint are read several times.
 def _log_ignored(settings: str) -> None:
     log.warning(f"{'settings':<12}of another version are ignored, because this version does not have them: {settings}")
 
@@ -94,7 +94,7 @@ def find_checkpoint(directory: Path, trainer: TrainerConfig) -> tuple[Path | Non
     """Find the checkpoint from which a run resumes. All ranks call this function.
 
     If `trainer.resume` is a checkpoint of this run, every launch starts from this checkpoint. If `trainer.resume` is a
-    checkpoint of another run, only the first launch starts from this checkpoint. Later launches resume from this run's own
+    checkpoint of another run, only the first launch starts from this checkpoint. Later launches then resume from this run's own
     checkpoints.
 
     Returns:
@@ -181,7 +181,7 @@ def check_corpus(path: Path, meta: dict[str, Any], current: dict[str, Any], conf
     Raises:
         ConfigError: the corpora differ, or the saved position is damaged.
     """
-    # Checkpoints of earlier versions have no entry "sequences".
+    # Checkpoints of earlier versions lack the entry "sequences".
     saved = {"sequences": "in order"} | (meta.get("corpus") or {})
     current = {name: value for name, value in current.items() if name in saved}
     if not meta.get("corpus") or saved != current:
@@ -211,7 +211,7 @@ def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current
 
 
 def compare_settings(path: Path, meta: dict[str, Any], config: Config, tokens_per_step: int) -> str:
-    """Compare a run's settings with the checkpoint that it resumes. Return the differences, or "" if there are none.
+    """Compare a resumed run's settings with its checkpoint. Return the differences, or "" if there are none.
 
     Arguments as in `apply_saved_settings`.
 

@@ -55,7 +55,7 @@ FORMAT = 2
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 
-# With these options, DCP stores every tensor under its given name.
+# Options with which DCP keeps the given names of tensors
 PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 # The maximum bytes that DCP's archive adds to a shard
@@ -126,7 +126,7 @@ def save(
                 _remove(directory, _list_checkpoints(directory)[: -max(keep, 1)])
     except CheckpointError as error:
         with sync_errors(group):
-            if is_rank_0:  # The incomplete files of a failed save would keep the disk full.
+            if is_rank_0:  # Incomplete files of a failed save would keep the disk full.
                 shutil.rmtree(temporary, ignore_errors=True)
                 if isinstance(error, DiskFullError):
                     raise _describe_full_disk(target, tensors) from error
@@ -161,9 +161,8 @@ def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) 
     Args:
         directory: the directory of the run's checkpoints, which may not exist yet.
         step: the number of completed steps.
-        needed: the number of bytes of one checkpoint.
-        keep: how many checkpoints the run keeps.
-        saves: how many checkpoints the run will write.
+        needed: the bytes of one checkpoint.
+        keep, saves: how many checkpoints the run keeps and writes.
 
     Raises:
         ConfigError: the disk does not have enough space for one checkpoint.
@@ -466,8 +465,8 @@ class _Reader(dcp.FileSystemReader):
     def _slice_file(self, file: IO[bytes], sinfo: Any) -> IO[bytes]:
         """Read a shard of a tensor and check its checksum.
 
-        Earlier versions saved no checksums of shards. For a shard without a checksum, check the checksums in the zip archive,
-        which torch.load ignores.
+        Earlier versions saved no checksums of shards. If a shard has no checksum, check the checksums in its zip archive, which
+        torch.load ignores.
         """
         content = super()._slice_file(file, sinfo).read()
         with _report_damage(Path(self.path), Path(file.name).name):

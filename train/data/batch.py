@@ -44,6 +44,6 @@ class Shard(NamedTuple):
         """Copy the tokens of rank number `rank` to `device`. Copies to a GPU are asynchronous."""
         shards = layout.shard(batch.tokens, rank), layout.shard(batch.labels, rank), layout.positions(rank)
         if device.type == "cuda":
-            # A copy from memory that is not pinned would make the host wait for the GPU.
+            # If the memory were not pinned, the host would wait for the GPU during the copy.
             shards = (x.pin_memory() for x in shards)
         return cls(*(x.to(device, non_blocking=True) for x in shards))

@@ -20,7 +20,7 @@ from ringattn.train.data.shards import Documents
 class BestFitDataset(PaddedSequences):
     """Packs an endless series of sequences so that few documents are cut. The arguments and the index i determine sequence i.
 
-    Every document begins with the same token. This token is also the label of every document's last token.
+    Every document begins with the same token, which is also the label of every document's last token.
     """
 
     def __init__(self, documents: Documents, seq_len: int, seed: int, group_size: int = 1):

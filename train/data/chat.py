@@ -15,11 +15,11 @@ from ringattn.train.settings.config import ConfigError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# If a template uses one of these tokens, `tokenizer_config.json` must define the token. The default differs between the
-# tokenizer classes of transformers.
+# The special tokens that a template can use if `tokenizer_config.json` defines them. The default differs between the tokenizer
+# classes of transformers.
 VARIABLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
-# A chat template must use these entries if a message of the assistant contains them.
+# Entries that a chat template must use if a message of the assistant contains them
 CONTENTS, FLAGS = ("tool_calls", "reasoning_content", "thinking"), ("weight", "train", "training")
 
 Messages = list[dict[str, Any]]
@@ -28,17 +28,11 @@ Tools = list[dict[str, Any]] | None  # JSON schemas of functions
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Renders messages as text with a Jinja template.
+    """Renders messages as text with a Jinja template."""
 
-    Attributes:
-        path: the file that contains the template.
-        source: the text of the template.
-        variables: the names of special tokens that the template uses.
-    """
-
-    path: Path
-    source: str
-    variables: dict[str, str]
+    path: Path  # the file that contains the template
+    source: str  # the text of the template
+    variables: dict[str, str]  # the names of special tokens that the template uses
 
     def render(self, messages: Messages, **options: Any) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text. With `return_assistant_tokens_mask=True`, also return the spans that the template
@@ -54,7 +48,7 @@ class ChatTemplate:
         try:
             values: dict[str, Any] = options | self.variables
             rendered: Any = render([messages], chat_template=self.source, **values)
-        except Exception as error:  # Templates are code and may raise any error.
+        except Exception as error:  # A template is code and may raise any error.
             reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise ConfigError(f"the chat template of {self.path} does not accept these messages: {reason:.200}") from None
         (text,), spans = rendered
@@ -127,7 +121,7 @@ def _end_of_turn(text: str, start: int, end: int, special_names: re.Pattern[str]
 def load_template(tokenizer: str, name: str = "default") -> ChatTemplate:
     """Return the chat template in the folder of a `tokenizer.json`.
 
-    If there are several templates, return the one with this name, or else the default.
+    If the folder has several templates, return the template with the given name, or else the default.
 
     Raises:
         ConfigError: there is no template, or a file cannot be read.
@@ -166,8 +160,8 @@ def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool) -> Mes
     """Return the messages of a record, without entries that are None.
 
     Args:
-        messages: the value in the messages column of the record.
-        tokenizer: the tokenizer, whose special tokens must not occur in a message.
+        messages: the record's value in the messages column.
+        tokenizer: its special tokens must not occur in a message.
         parses: whether `data.special_tokens=parse` permits special tokens.
 
     Raises:
@@ -191,7 +185,7 @@ def check_messages(messages: Any, tokenizer: JsonTokenizer, parses: bool) -> Mes
 
 
 def check_tools(tools: Any, tokenizer: JsonTokenizer, parses: bool) -> Tools:
-    """Return the tools of a record, or None if there are none. The value may also be JSON text, as in many Parquet files.
+    """Return the tools of a record, or None. The value `tools` may be JSON text, as in many Parquet files.
 
     The other arguments are those of `check_messages`. Raise ConfigError if the value is not a list of objects.
     """

@@ -14,8 +14,8 @@ from ringattn.train.model.loss import IGNORE
 
 # `sampled` covers at most NUM_SAMPLED documents. Checkpoints of earlier versions contain no other checksum of the text.
 NUM_SAMPLED = 64
-# The orders of packing and of evaluation are the same in every epoch. The seeds of both orders contain the following numbers in
-# place of the number of the epoch.
+# The orders of packing and of evaluation are the same in every epoch. In the seeds of both orders, a constant takes the place
+# of the epoch's number.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 
@@ -55,9 +55,9 @@ class TokenisedDocuments(NumberedSequences):
     """Base class for datasets that pack tokenised documents into sequences.
 
     Attributes:
-        splits: the number of documents in each split of the source.
-        lengths: (documents,) int64, the number of tokens in each document.
-        tokens_per_epoch: the number of tokens in all documents.
+        splits: the number of documents per split of the source.
+        lengths: (documents,) int64, tokens per document.
+        tokens_per_epoch: the number of tokens of all documents.
     """
 
     def __init__(self, documents: Documents, seq_len: int, seed: int):
@@ -82,7 +82,7 @@ class TokenisedDocuments(NumberedSequences):
         """Return a CRC-32 of the tokens of up to NUM_SAMPLED documents, spread evenly over the corpus."""
         crc = 0
         for index in np.linspace(0, len(self.lengths) - 1, min(len(self.lengths), NUM_SAMPLED)).astype(int):
-            # Convert to int32, because the checksum depends on the dtype.
+            # The checksum depends on the dtype, so convert the tokens to int32.
             crc = zlib.crc32(self._documents[int(index)].astype(np.int32).data, crc)
         return crc
 

@@ -8,7 +8,7 @@ import numpy as np
 from ringattn.train.data.documents import TokenisedDocuments
 from ringattn.train.data.workers import log_once
 
-# A smaller share of duplicates hardly changes the loss, and different documents may have equal checksums.
+# Fewer duplicates hardly change the loss, and different documents may have equal checksums.
 MIN_SHARE = 0.001
 
 

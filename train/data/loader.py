@@ -1,8 +1,8 @@
 """Load the batches of training steps and plan their attention before the steps need them.
 
-With packed documents, every step has a new mask. On GPUs, each rank therefore starts a loader process. This process packs the
-sequences of the next steps, and plans their attention. The training process only copies the results to the GPU. A separate
-process has its own Python lock, so planning does not delay the launch of kernels.
+With packed documents, every step has a new mask. On GPUs, each rank therefore starts a loader process. The loader process packs
+the sequences of the next steps, and plans their attention. The training process only copies the prepared batches and plans to
+the GPU. A separate process has its own Python lock, so planning does not delay the launch of kernels.
 
     training process                                    loader process
     request(consumed) of the next AHEAD steps   ->      Preparation.prepare
@@ -43,9 +43,9 @@ from ringattn.train.parallel.ranks import ranks_per_host
 from ringattn.train.settings.config import Config, ConfigError
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
-# Kill the loader process (signal 9) when the training process dies: option 1 of prctl(2) is PR_SET_PDEATHSIG. The end of the
-# input is not enough, because another child may have inherited the input. The standard output contains only messages, so
-# redirect everything that Python code prints to the standard error.
+# Kill the loader process (signal 9) when the training process dies: option 1 of prctl(2) is PR_SET_PDEATHSIG. Waiting for the
+# end of the input would not suffice, because another child may have inherited the input. The standard output contains only
+# messages, so redirect everything that Python code prints to the standard error.
 START = f"""
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -141,7 +141,7 @@ class Loader:
         self._positions = dict[int, Positions | None]()
 
     def begin(self, preparation: Preparation) -> None:
-        """Call this method before `get`. It drops all steps that were prepared before."""
+        """Drop all steps that were prepared before. Call this method before `get`."""
         self._preparation = preparation
         self._positions.clear()
 
@@ -165,7 +165,7 @@ class Loader:
     def _prepare(self, consumed: int) -> list[MicroStep]:
         try:
             return self.preparation.prepare(consumed)
-        except ConfigError as error:  # The error may occur on this rank only.
+        except ConfigError as error:  # Other ranks may not have this error.
             raise LoaderError(str(error)) from error
 
     def positions(self, consumed: int) -> Positions:
@@ -173,7 +173,9 @@ class Loader:
         return self._positions.get(consumed) or self.preparation.data.start
 
     def learn(self, requests: Sequence[Requests]) -> None:
-        """Record which schedules and tables a step has used. Later steps prepare the same schedules and tables."""
+        """Record which schedules and tables a step has used. The loader prepares the same schedules and tables for later
+        steps.
+        """
 
     def close(self) -> None:
         """End the loader process."""
@@ -213,11 +215,11 @@ class AheadLoader(Loader):
         earlier = self._preparation
         super().begin(preparation)
         if earlier is None or replace(earlier, data=preparation.data) != preparation:
-            self._requests = None  # They belong to other masks or to another mesh. They stay valid for other data.
+            self._requests = None  # Requests depend on the masks and the mesh, but not on the data.
         while self._pending:
             with suppress(LoaderError):
                 self._receive()
-        # Send in a thread, because a large message blocks until the loader process has imported its modules.
+        # Send requests in a thread, because a large message blocks until the loader process has imported its modules.
         self._sending = threading.Thread(target=self._write, args=(_encode(preparation),), daemon=True)
         self._sending.start()
 
@@ -267,8 +269,8 @@ def _end(process: subprocess.Popen[bytes], requests: IO[bytes]) -> None:
         requests.close()
 
 
-# A message consists of a header, a pickle, and the memory of each array. The header contains the sizes of all parts. Every part
-# starts at a multiple of 16 bytes, because arrays must be aligned.
+# A message consists of a header, a pickle, and the memory of each array. The header contains the sizes of all parts of the
+# message. Every part starts at a multiple of 16 bytes, because arrays must be aligned.
 def _encode(message: Any) -> bytes:
     buffers: list[pickle.PickleBuffer] = []
     parts = [pickle.dumps(message, protocol=5, buffer_callback=buffers.append), *(x.raw() for x in buffers)]
@@ -314,7 +316,7 @@ def _receive_all(connection: socket.socket, received: queue.SimpleQueue[bytearra
             while (data := _read(lambda view: connection.recv_into(view, 0, socket.MSG_WAITALL))) is not None:
                 received.put(data)
     finally:
-        received.put(None)  # None marks the end of the messages for the training process.
+        received.put(None)  # None marks the end of the received messages.
 
 
 def run_loader_process(output: IO[bytes]) -> None:

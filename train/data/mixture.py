@@ -21,18 +21,17 @@ class MixtureDataset(NumberedSequences):
 
     Attributes:
         sources: the sequences of each source, by name.
-        weights: the share of each source in the tokens.
-        sequences_per_epoch: the number of sequences before the first source runs out.
-        group_size: the number of consecutive sequences that come from the same source.
+        weights: the share of each source.
+        sequences_per_epoch: the sequences before the first source runs out.
+        group_size: the number of consecutive sequences from one source.
     """
 
     def __init__(self, sources: Mapping[str, Any], weights: Iterable[float], group_size: int = 1):
         """Mix the sources in proportion to their weights.
 
         Args:
-            sources: the PackedDataset or RecordDataset of each source, by name.
+            sources: a PackedDataset or RecordDataset for each name.
             weights: the weight of each source, greater than 0.
-            group_size: the number of consecutive sequences from the same source.
         """
         self.sources, self.group_size = dict(sources), group_size
         self.seq_len = next(iter(self.sources.values())).seq_len
@@ -50,7 +49,7 @@ class MixtureDataset(NumberedSequences):
     @property
     def fingerprint(self) -> dict[str, Any]:
         known = {name: each.fingerprint for name, each in self.sources.items()}
-        # Checkpoints of earlier versions have no checksums, so `sources` must not contain them.
+        # Checkpoints of earlier versions have no checksums, so `sources` must not contain checksums.
         checksums = [each.pop("checksum") for each in known.values()]
         sources = {name: [self.weights[name], each] for name, each in known.items()}
         return {"sequences": f"a mixture in groups of {self.group_size}", "sources": sources, "checksum": checksums}

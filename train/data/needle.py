@@ -2,8 +2,8 @@
 
     ... text ... | fact | ... text ... | question, and the beginning of the answer | answer
 
-An answer is correct if each of its tokens has the largest logit. Greedy decoding would write such an answer. The first fact is
-inserted at a given depth of the text. The tasks besides `needle` resemble those of RULER (Hsieh et al. 2024, arXiv:2404.06654).
+An answer is correct if each of its tokens has the largest logit, as in greedy decoding. The first fact is inserted at a given
+depth of the text. All tasks except `needle` resemble tasks of RULER (Hsieh et al. 2024, arXiv:2404.06654).
 """
 
 import itertools
@@ -28,7 +28,7 @@ NUM_DEPTHS = 6  # spread evenly from the beginning to the end of the text
 
 
 class Task(NamedTuple):
-    """Holds the facts in the order of the text, and the question. The model reads `beginning` and predicts `answer`."""
+    """Holds the facts in text order, and the question. The model reads `beginning` and predicts `answer`."""
 
     facts: list[str]
     question: str
@@ -64,20 +64,13 @@ TASKS: dict[str, Callable[[list[str], list[str]], Task]] = {
 
 @dataclass(frozen=True)
 class NeedleDocuments:
-    """The documents of a task.
+    """The documents of a task."""
 
-    Attributes:
-        task: a key of TASKS.
-        text: the text that hides the facts.
-        tokenizer: the model's tokenizer.
-        before, after: the tokens that a chat template writes before the text and after the question.
-    """
-
-    task: str
-    text: PackedDataset
-    tokenizer: Tokenizer
-    before: list[int]
-    after: list[int]
+    task: str  # a key of TASKS
+    text: PackedDataset  # the text that hides the facts
+    tokenizer: Tokenizer  # the model's tokenizer
+    before: list[int]  # the tokens that a chat template writes before the text
+    after: list[int]  # the tokens that a chat template writes after the question
 
     @classmethod
     def of(cls, task: str, text: PackedDataset, tokenizer: Tokenizer, data: DataConfig) -> "NeedleDocuments":
@@ -117,7 +110,7 @@ class NeedleDocuments:
         task = TASKS[self.task](names, values)
         encode = self.tokenizer.encode
         beginning, whole = encode(task.beginning).tolist(), encode(f"{task.beginning} {task.answer}").tolist()
-        # A token with characters of both `beginning` and the answer belongs to the answer.
+        # A token that has characters of `beginning` and of the answer belongs to the answer.
         common = next((i for i, (a, b) in enumerate(zip(beginning, whole, strict=False)) if a != b), len(beginning))
         facts = [encode(f"\n{fact}\n").tolist() for fact in task.facts]
         question = [*encode(f"\n\n{task.question}" + "\n" * (not self.after)).tolist(), *self.after, *whole]

@@ -44,7 +44,7 @@ from ringattn.train.settings.config import ConfigError, DataConfig
 
 Loaded = TypeVar("Loaded")
 
-# The number of a corpus is part of its key in the store. All ranks must therefore load corpora in the same order.
+# The number of a corpus is part of a key in the store. All ranks must therefore load corpora in the same order.
 _corpus_numbers = itertools.count()
 
 
@@ -52,8 +52,8 @@ class PackedDataset(TokenisedDocuments):
     """An endless series of sequences. The constructor's arguments and the index i determine sequence i.
 
     Attributes:
-        sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
-        group_size: the number G of sequences per group. 1 means no groups.
+        sequences_per_epoch: a multiple of `group_size`.
+        group_size: the number G of sequences per group; 1 for no groups.
     """
 
     def __init__(self, documents: Documents, seq_len: int, seed: int, shuffle: bool = True, group_size: int = 1):
@@ -108,7 +108,7 @@ class PackedDataset(TokenisedDocuments):
     def stream(self, start: int, stop: int, epoch: int = 0) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return tokens `start` to `stop` - 1 of an epoch's stream, in the form of `sequence`."""
         order, ends, _ = self._order_of(epoch)
-        # Also read the document of token `stop`, which is the last label.
+        # Also read the document with token `stop`, because this token is the last label.
         first, last = np.searchsorted(ends, (start, stop), side="right")
         documents = [self._documents[int(index)] for index in order[first : last + 1]]
         skipped = start - (int(ends[first]) - len(documents[0]))
@@ -253,8 +253,7 @@ def split_documents(documents: Documents, fraction: float, seq_len: int) -> tupl
     of the documents and on the arguments.
 
     Args:
-        documents: the documents.
-        fraction: the fraction of the tokens that is held out.
+        fraction: the held-out fraction of the tokens.
         seq_len: the number of tokens per sequence. Each part must fill at least one sequence.
 
     Raises:
@@ -335,7 +334,7 @@ def _once_per_host(prepare: Callable[[], str]) -> str:
     """Return the result of `prepare`. The first rank of every host computes the result. All ranks call this function.
 
     Raises:
-        ConfigError: on all ranks of a host, if `prepare` raises this error.
+        ConfigError: on all ranks of a host, if `prepare` raises a ConfigError.
     """
     store, rank = _get_default_store(), dist.get_rank()
     local_rank = int(os.environ.get("LOCAL_RANK", 0))

@@ -12,7 +12,7 @@ from ringattn.train.data.tokenisation import describe_tokenizer
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# Training, generation and export need these files of a tokenizer.
+# The files of a tokenizer that training, generation and export need
 TOKENIZER_FILES = ("tokenizer_config.json", "config.json", "special_tokens_map.json", "chat_template.jinja")
 
 

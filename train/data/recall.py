@@ -39,7 +39,7 @@ VOCABULARY = 256
 CHANCE = 1 / NUM_VALUES
 
 # The seed of all evaluations. `data.seed` is below 2**63, so no run trains on the sequences of an evaluation. NumPy rounds keys
-# of 2**63 or more to float64, so seeds up to 2**63 + 1024 would be the same seed.
+# of 2**63 or more to float64, so seeds up to 2**63 + 1024 would be equal.
 EVALUATION_SEED = 2**63
 
 # The number of evenly spaced positions at which the evaluation places the facts
@@ -71,7 +71,7 @@ class RecallDataset(NumberedSequences):
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return a sequence: its tokens and labels, both int64 (S,), and the length of each document.
 
-        If a sequence ends with filler tokens, the last length is the number of filler tokens.
+        If a sequence ends with filler tokens, the last length counts the filler tokens.
         """
         random = np.random.Philox(key=[self._seed, index])
         lengths = document_lengths(self.seq_len)

@@ -51,7 +51,7 @@ class RecordEncoder:
 
     def _conversation(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
         assert isinstance(self._tokenizer, JsonTokenizer)
-        if self._config.source != "jsonl":  # In JSON, null is also a value, such as an argument of a tool.
+        if self._config.source != "jsonl":  # In JSON, null may be a value, such as an argument of a tool.
             record = chat.without_none(record)
         parses = self._config.special_tokens == "parse"
         messages = chat.check_messages(record.get(self._config.messages_column), self._tokenizer, parses)

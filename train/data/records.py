@@ -30,8 +30,6 @@ class RecordDataset(PaddedSequences):
         """Pack records into sequences of `seq_len` tokens. A `group_size` above the number of sequences is ignored.
 
         Args:
-            records: the tokenised records.
-            seed: the seed of the random orders.
             group_size: the number of consecutive sequences with a similar cost of attention.
 
         Raises:

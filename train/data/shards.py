@@ -37,12 +37,12 @@ ENTRIES = {
 SHARD_ENTRIES = {"name": str, "documents": int, "tokens": int, "offsets_crc32": int, "checksums_crc32": int}
 OFFSET, CHECKSUM, LOSS = np.dtype("<i8"), np.dtype("<u4"), np.dtype("u1")
 
-# The operating system reports a full disk or an exceeded quota with these error codes.
+# The error codes for a full disk and for an exceeded quota
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-# The error codes if a disk can no longer be written to
+# The error codes for a disk that is no longer writable
 UNWRITABLE = (*FULL_DISK, errno.EROFS, errno.EFBIG)
 
-# Documents with more tokens than this are verified only when they are first read.
+# Documents with more than ALWAYS_VERIFIED tokens are verified only in the first read.
 ALWAYS_VERIFIED = 2**20
 
 
@@ -171,7 +171,7 @@ class Shards:
         return vars(self) | {"_opened": {}}  # Pickling must not copy the tokens of the memory maps.
 
     def _map(self, shard: dict[str, Any], suffix: str, dtype: np.dtype) -> np.ndarray:
-        """Map a file of a shard. Another preparation may have replaced the file since the start."""
+        """Map a file of a shard, which another preparation may have replaced since the start."""
         path = self.folder / f"{shard['name']}.{suffix}"
         try:
             content = np.memmap(path, dtype, mode="r")

@@ -29,7 +29,7 @@ import pyarrow.parquet
 from ringattn.train.data.workers import log_once
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# These folders of the standard library contain tests or installed packages.
+# The folders of the standard library that contain tests or installed packages
 EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib"}
 
 # Maps `data.source` to patterns of the files that are read from a folder.
@@ -44,7 +44,7 @@ ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 # The columns of conversations that some libraries pass to the chat template, but this package does not
 IGNORED_COLUMNS = ("documents", "chat_template_kwargs")
 
-# This encoding removes the byte-order mark at the beginning of a file.
+# An encoding that removes the byte-order mark at the beginning of a file
 ENCODING = "utf-8-sig"
 
 # The maximum number of held-out rows of a streamed hub dataset
@@ -76,18 +76,12 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Describes a part of a corpus that one process reads.
+    """Describes a part of a corpus that one process reads."""
 
-    Attributes:
-        files: several whole files, or one file of which a range is read; () for a dataset of the hub.
-        size: the approximate size in bytes.
-        begin, end: the range of bytes (JSON lines), row groups (Parquet) or rows (hub).
-    """
-
-    files: tuple[State, ...]
-    size: int
-    begin: int = 0
-    end: int | None = None
+    files: tuple[State, ...]  # several whole files, or one file of which a range is read; () for a dataset of the hub
+    size: int  # the approximate size in bytes
+    begin: int = 0  # the start of the range, in bytes (JSON lines), row groups (Parquet) or rows (hub)
+    end: int | None = None  # the end of the range
 
 
 class Line(NamedTuple):
@@ -117,9 +111,9 @@ class Corpus:
         num_pieces: the wanted number of pieces, which have from `min_bytes` to PIECE_BYTES bytes.
 
     Attributes:
-        pieces: the pieces, in the order of the documents.
-        identity: a value that changes with the content of a hub dataset, or "" for files.
-        known_sizes: the number of rows of each split, if known without reading the corpus.
+        pieces: in the order of the documents.
+        identity: changes with the content of a hub dataset; "" for files.
+        known_sizes: rows per split, if known without reading the corpus.
 
     Raises:
         ConfigError: there is no such file or dataset.
@@ -231,8 +225,8 @@ def _folder_of(config: DataConfig) -> Callable[[str], str]:
 
 
 def _joined(folder: str, members: list[str], config: DataConfig) -> Iterator[Entry]:
-    """Yield an error for each faulty file of a folder. Then yield one document that contains all other files. In this
-    document, a line with its name precedes each file.
+    """Yield an error for each faulty file of a folder. Then yield one document that contains all other files, each after a line
+    with its name.
     """
     read: Any = _read_library_file if config.source == "stdlib" else _read_text
     texts, size = list[str](), 0
@@ -469,7 +463,7 @@ def check_size(where: object, size: int, limit_mb: int) -> None:
         )
 
 
-# Readers raise these errors for unreadable files. The only common base class of zlib.error and lzma.LZMAError is Exception.
+# The errors of readers for unreadable files. The only common base class of zlib.error and lzma.LZMAError is Exception.
 READ_ERRORS = (OSError, EOFError, pyarrow.ArrowException, lzma.LZMAError, zlib.error)
 
 
@@ -613,7 +607,7 @@ def _json_text(where: object, line: bytes, config: DataConfig) -> str | None:
     """Return the text in `data.column` of a JSON line, "" for null, or None for a blank line.
 
     Raises:
-        ConfigError: the line is too long, is not a JSON object, or does not contain text under this name.
+        ConfigError: the line is too long, is not a JSON object, or does not contain text in `data.column`.
     """
     if (record := _json_record(where, line, config)) is None:
         return None
@@ -654,9 +648,7 @@ def _paths(config: DataConfig) -> list[str | None]:
 
 
 def overlap(first: DataConfig, second: DataConfig, sizes: dict[str, int]) -> bool:
-    """Return whether two different sources share some text.
-
-    Sources that consist of exactly the same documents do not count.
+    """Return whether two sources share some text, unless their documents are exactly the same.
 
     `sizes` as in `splits_overlap`.
     """

@@ -145,7 +145,7 @@ class Reader:
                     if self._fault:
                         reason = f", and its last fault is: {self._fault}; correct or remove it, or leave out data.streaming"
                     raise ConfigError(f"a part of {stream.config.description} contains no text{reason}")
-        # Keys of 2**63 or more would become float64 in numpy. With equal float64 keys, all blocks would have the same order.
+        # Keys of 2**63 or more would become float64 in numpy. Blocks with equal float64 keys would have the same order.
         random = np.random.Philox(key=[stream.seed, 2**62 + (self._number << 48) + block])
         self._texts = [texts[index] for index in random_order(random, len(texts))]
         self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)
@@ -267,7 +267,7 @@ class StreamDataset(NumberedSequences):
             )
 
     def at(self, saved: Any, consumed: int) -> "StreamDataset":
-        """Return this stream, continued from the positions in a checkpoint. Errors as in `check_positions`."""
+        """Return a stream that continues from the positions in a checkpoint. Errors as in `check_positions`."""
         self.check_positions(saved, consumed)
         return replace(self, start={int(number): Position(*values) for number, values in saved.items()})
 
@@ -291,8 +291,8 @@ class FileCorpus:
     """Reads files of JSON lines or Parquet files.
 
     Attributes:
-        pieces: the pieces of the corpus, which are smaller in small corpora.
-        identity: a checksum of the names, the sizes and the beginnings of the files.
+        pieces: smaller in small corpora.
+        identity: a checksum of the names, sizes and beginnings of the files.
     """
 
     def __init__(self, config: DataConfig):

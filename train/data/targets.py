@@ -12,9 +12,9 @@ the bar.
     first window                  ....####
     second window                     ....####
 
-A window has up to L / 2 target tokens. The window begins as early as the length and the document allow. Without
-`data.mask_documents`, the whole text is one document. All windows are packed into sequences of `data.seq_len` tokens, so that
-torch.compile compiles the model only once. In the attention mask, each window is a document.
+A window has up to L / 2 target tokens. The window begins as early as L and the document allow. Without `data.mask_documents`,
+the whole text is one document. All windows are packed into sequences of `data.seq_len` tokens, so that torch.compile compiles
+the model only once. In the attention mask, each window is a document.
 """
 
 import zlib
@@ -44,7 +44,7 @@ MIN_BLOCK = 256
 
 @dataclass(frozen=True)
 class Passage:
-    """Holds a block of target tokens, and the earlier tokens to which they can attend.
+    """Holds a block of target tokens, and the earlier tokens to which the target tokens can attend.
 
     Attributes:
         tokens: (n,) int64.
@@ -74,10 +74,9 @@ class Targets:
     """Packs the target tokens of an evaluation at several lengths into sequences.
 
     Attributes:
-        tokens: (D,) int64, the number of target tokens in each of the D documents with target tokens.
-        checksum: the CRC-32 checksum of the target tokens' labels.
-        num_groups: the number of groups, D times the number of lengths.
-        num_sequences: the number of packed sequences.
+        tokens: (D,) int64, the target tokens in each of the D documents with target tokens.
+        checksum: the CRC-32 of the target tokens' labels.
+        num_groups: D times the number of lengths.
     """
 
     def __init__(self, held_out: Sequences, seq_len: int, lengths: list[int], eval_tokens: int, mask_documents: bool):
@@ -185,7 +184,7 @@ def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterat
     while first < len(passage.tokens):
         number = bisect_right(edges, first)
         begin, end = edges[number - 1], edges[number]
-        # At the beginning of a document, all tokens of a window may be target tokens.
+        # In a document's first window, all tokens may be target tokens.
         stop = min(end, max(begin + length, first + max(length // 2, 1)))
         yield max(begin, stop - length), first, stop
         first = stop

@@ -66,11 +66,9 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
     """Tokenise a corpus, unless its shards exist already, and return the folder with the shards.
 
     Args:
-        config: the settings of the corpus.
-        tokenizer: the tokenizer.
         ranks: the number of ranks on this host, which divide its cores unless `data.num_proc` is set.
-        folder: the folder for the shards. By default, the folder is in the cache of `datasets`. Its name depends on the content
-            of the corpus and on the tokenizer.
+        folder: the folder for the shards. By default, a folder in the cache of `datasets`, whose name depends on the content of
+            the corpus and on the tokenizer.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing or unreadable, or the folder contains another corpus.
@@ -106,8 +104,7 @@ def _tokenise(config: DataConfig, tokenizer: Tokenizer, num_proc: int, folder: P
     folder = folder or cache_folder() / key
     folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as lock:
-        # Some file systems do not support locks. Without a lock, two processes may tokenise the same text, which gives the same
-        # result.
+        # On a file system without locks, two processes may tokenise the same text, with the same result.
         with suppress(OSError):
             lock.enter_context(_lock(folder))
             if not (folder / INDEX).exists():
@@ -170,7 +167,7 @@ def _content(corpus: sources.Corpus, config: DataConfig, num_proc: int) -> str:
             if error := sources.find_change(piece):
                 raise error
         content = hash_of([names, [state.size for state in states], hashes])
-        with suppress(OSError):  # Without the file of this checksum, the next launch reads the text again.
+        with suppress(OSError):  # If the checksum is not stored, the next launch reads the text again.
             path.parent.mkdir(parents=True, exist_ok=True)
             write_json(path, content)
         return content
@@ -288,7 +285,7 @@ def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer:
         if writer.num_tokens >= job.shard_tokens or writer.num_documents >= SHARD_DOCUMENTS:
             is_last = False
             break
-    # A changed file is an error, because this shard may mix the old and the new text.
+    # A changed file is an error, because the shard may mix the old and the new text.
     if error := sources.find_change(task.piece):
         skip(error)
     return counts | {"first_faults": faults}, is_last
@@ -305,12 +302,12 @@ def report_skipped(config: DataConfig, counts: dict[str, Any]) -> None:
 
 
 def code(tokenizer: Tokenizer) -> str:
-    """Return the source code that turns files into tokens. If this code changes, cached shards become invalid."""
+    """Return the source code that turns files into tokens. If the code changes, cached shards become invalid."""
     return "".join(map(inspect.getsource, (tokenise_text, add_ends, sources, shards, _write_shard, type(tokenizer))))
 
 
 def tokenise_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of a document, with the tokens that begin and end it: int32 (N,)."""
+    """Return the tokens of a document, including its begin and end tokens: int32 (N,)."""
     return add_ends(tokenizer.encode(text), tokenizer)
 
 

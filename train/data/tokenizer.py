@@ -12,7 +12,7 @@ import numpy as np
 from ringattn.train.data.workers import log_once
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# If no file names the end-of-text token, these names are tried in order, the most specific first.
+# The names that are tried in order if no file names the end-of-text token, the most specific first
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")  # noqa: RUF001  # DeepSeek's token has such bars
 
 # The fingerprints of tokenizers for which this process has already shown a warning.
@@ -23,10 +23,9 @@ class BytesTokenizer:
     """A tokenizer whose token ids are the UTF-8 bytes of the text.
 
     Attributes:
-        vocab_size: the number of token ids.
         eos: the id of the end-of-text token, which `encode` never returns.
-        bos: the id of the first token of every document, which is `eos` for most tokenizers.
-        fingerprint: a checksum that identifies the tokenizer.
+        bos: the id of every document's first token, usually `eos`.
+        fingerprint: a checksum of the tokenizer.
     """
 
     vocab_size = 257
@@ -66,8 +65,7 @@ class JsonTokenizer:
     """A tokenizer that is defined by a `tokenizer.json`. The class has the attributes and methods of BytesTokenizer.
 
     Args:
-        path: the file.
-        eos_token: the name of the end-of-text token, by default from a file of the same folder or from END_OF_TEXT.
+        eos_token: the name of the end-of-text token; None for the name in a file of the same folder or in END_OF_TEXT.
         special_tokens: the value of `data.special_tokens`. Only with "parse", `decode` returns special tokens.
 
     Raises:
@@ -85,7 +83,7 @@ class JsonTokenizer:
         self.eos = self._find_eos(path, eos_token, config)
         tokens = self._tokenizer.get_added_tokens_decoder().values()
         names = {token.content for token in tokens if token.special and token.content}
-        # Mark end-of-text tokens as special. Leave out tokens that are already marked, because marking a token twice would
+        # Mark end-of-text tokens as special. Leave out tokens that are already special, because marking a token twice would
         # change its flags.
         added = {self.token(self.eos)} | ({*END_OF_TEXT} & ids.keys() if not self._is_parsed else set())
         self._tokenizer.add_special_tokens(sorted(added - names))
@@ -157,7 +155,7 @@ class JsonTokenizer:
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         starts, stops = np.array([*spans, (len(text), len(text) + 1)]).T
-        # A token is marked if it overlaps a span.
+        # Mark a token if the token overlaps a span.
         is_marked = starts[np.searchsorted(stops, begins, side="right")] < ends
         return np.array(encoding.ids, dtype=np.int32), is_marked
 

@@ -127,7 +127,6 @@ def balance_loss(routing: Tensor, tokens: Tensor, experts_per_token: int) -> Ten
     Args:
         routing: (layers, 2, E), the routing of this rank in every layer.
         tokens: (layers, E), the number of tokens of each expert on all ranks.
-        experts_per_token: the number of experts of a token.
     """
     total = tokens[0].sum() / experts_per_token
     return routing.shape[-1] * (tokens / total * routing[:, 1] / total).sum(-1).mean()

@@ -20,10 +20,10 @@ from ringattn.train.settings.config import ConfigError, ModelConfig, round_up
 # torch._scaled_mm requires that both dimensions of a weight are multiples of 16.
 MULTIPLE = 16
 
-# GPUs of this compute capability (Ada) or newer have FP8 matrix products.
+# The lowest compute capability (Ada) of GPUs with FP8 matrix products
 CAPABILITY = 8, 9
 
-# The smallest magnitude that a scale is computed from. A tensor of zeros then has a finite scale.
+# The smallest magnitude from which a scale is computed, so that a tensor of zeros has a finite scale.
 SMALLEST = 1e-12
 
 INPUTS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
@@ -109,8 +109,8 @@ def _round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _multiply(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
     """Return a @ b, divided by both scales. On GPUs, a must be contiguous by rows and b by columns.
 
-    With `fast`, the tensor cores add all terms of a sum with about 14 bits. This is too inexact for gradients of weights, which
-    are sums over all tokens.
+    With `fast`, the tensor cores add all terms of a sum with about 14 bits. Gradients of weights, which are sums over all
+    tokens, need more bits.
     """
     if a.device.type == "cpu":
         # If forward returned x.to(x.dtype), compiled code of torch 2.11 would compute zeros as gradients.
@@ -124,7 +124,7 @@ def _empty(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.new_empty(rows, columns, dtype=dtype), x.new_empty(columns, round_up(rows, MULTIPLE), dtype=dtype)
 
 
-# An operator, because torch.compile's own kernels write transposed matrices slowly.
+# Register an operator, because torch.compile's own kernels write transposed matrices slowly.
 @torch.library.custom_op("ringattn::round_both", mutates_args=())
 def _round_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round scale * x (M, K) to `dtype`, and return the result (M, K) and its transpose (K, M), padded with zeros."""

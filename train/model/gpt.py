@@ -122,7 +122,7 @@ class Block(nn.Module):
         return q, k, v
 
     def after(self, x: Tensor, attention: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add the attention output (B, N, Hq, D) and the result of the FFN to the residual stream `x` (B, N, dim)."""
+        """Add `attention` (B, N, Hq, D) and the FFN's result to the residual stream `x` (B, N, dim)."""
         residual = x
         x = self.add(x, self.output(attention.flatten(-2)), self.attention_post_norm)
         h = self.norm(residual, self.attention_norm) if self.config.parallel else self.norm(x, self.ffn_norm)
@@ -151,7 +151,7 @@ class GPT(nn.Module):
         self.layers = [config.layer(index) for index in range(config.layers)]
         padded = padded_vocabulary(config, vocab_size)
         self.embedding = nn.Parameter(torch.empty(padded, config.dim))
-        # All ModuleLists have the same type, whatever modules they contain.
+        # The type ModuleList does not show which modules a list contains.
         self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.layers)))
         self.norm = nn.Parameter(torch.empty(config.dim))
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(padded, config.dim))

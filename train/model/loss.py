@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Tokens with this label do not contribute to the loss.
+# The label of tokens that do not contribute to the loss
 IGNORE = -100
 
 # The default number of tokens in a chunk
@@ -98,7 +98,7 @@ def _compute(
     compute = _compiled(_losses) if compiled else _losses
     losses = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
     dhidden = torch.empty_like(hidden) if with_gradients else None
-    # A bf16 sum over many chunks would lose small contributions.
+    # Summing many chunks in bf16 would lose small contributions.
     dhead = torch.zeros_like(head, dtype=torch.float32) if with_gradients else None
     for start in range(0, len(labels), chunk):
         rows = slice(start, start + chunk)

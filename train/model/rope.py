@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoPE) rotate pairs of dimensions by angles that grow with the position of a token.
 
 The product of a rotated query and a rotated key therefore depends on the distance of their tokens. To extend a model to longer
-sequences, `factor` divides the low frequencies. The divided angles stay in the range of the training. High frequencies do not
-change, because they distinguish nearby tokens.
+sequences, `factor` divides the low frequencies. Angles of low frequencies then stay in the range of the training. High
+frequencies do not change, because they distinguish nearby tokens.
 """
 
 import math
@@ -13,7 +13,7 @@ from torch import Tensor
 from ringattn.train.settings.config import Rope
 
 # Frequencies with more than MAX_ROTATIONS rotations within the training length stay unchanged. Frequencies with at most one
-# rotation are divided by `factor`. Frequencies in between are divided by a number from 1 to `factor`.
+# rotation are divided by `factor`. All other frequencies are divided by a number between 1 and `factor`.
 MAX_ROTATIONS = {"llama3": 4.0, "yarn": 32.0}
 
 
@@ -21,8 +21,8 @@ def rope(positions: Tensor, settings: Rope) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), for global `positions` (N,) or (B, N).
 
     The embedding rotates D dimensions. At position p, pair i of the D dimensions rotates by p * theta ** (-2 i / D). If
-    `factor` is set, the function `slowdown` scales each angle. Both results are multiplied by `attention_scale`. At a position
-    of one million, angles in fp32 would be wrong by up to 0.06.
+    `factor` is set, the function `slowdown` scales each angle. Both results are multiplied by `attention_scale`. In fp32,
+    angles at position one million would be wrong by up to 0.06.
     """
     dim = settings.dim
     frequency = settings.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)

@@ -1,4 +1,4 @@
-"""Replay the forward and the backward pass of a small model from two CUDA graphs.
+"""Replay the forward pass and the backward pass of a small model from two CUDA graphs.
 
 For short shards, the launches on the host take longer than the kernels on the GPU. Launching a CUDA graph launches all kernels
 of a pass at once.
@@ -30,8 +30,8 @@ from ringattn.train.parallel.memory.capacity import Capacity, Needs
 from ringattn.train.parallel.mesh import Masks, Mesh, MeshShape, attention, causal_masks, choose_layout
 from ringattn.train.settings.config import Config, ConfigError
 
-# If the matrix products of a block need fewer FLOPs than this, the host may limit the speed. An H100 computes 1e12 FLOPs in 1.5
-# ms.
+# If the matrix products of a block need fewer than MAX_BLOCK_FLOPS, the host may limit the speed. An H100 computes 1e12 FLOPs
+# in 1.5 ms.
 MAX_BLOCK_FLOPS = 1e12
 
 # Every layout gives all ranks equal shares if the tokens per rank are a multiple of EQUAL_SHARE.
@@ -122,18 +122,16 @@ class ModelGraphs:
 
     Args:
         model: the model, with compiled blocks. One FSDP group contains all parameters.
-        config: the settings.
-        mesh: the mesh of all ranks. The ranks that share a sequence must capture their graphs together.
-        bf16: whether the model computes in bf16.
+        mesh: the ranks that share a sequence must capture their graphs together.
 
     Attributes:
-        slots: the memory of the attention plan for each mask.
-        uncounted_bytes: the size of the graphs' memory, which torch does not count as allocated.
+        slots: the memory of each mask's attention plan.
+        uncounted_bytes: the graphs' memory, which torch does not count as allocated.
     """
 
     def __init__(self, model: GPT, config: Config, mesh: Mesh, vocab_size: int, bf16: bool, device: torch.device) -> None:
         batch, dtype = config.trainer.batch_size, torch.bfloat16 if bf16 else torch.float32
-        # Capture with one document per sequence, because documents do not change any shapes.
+        # Capture with one document per sequence, because no shape depends on the documents.
         documents = [[config.data.seq_len]] * batch if config.data.mask_documents else None
         masks = causal_masks(config.model, documents)
         layout = choose_layout(config, mesh.shape, masks)
@@ -160,7 +158,7 @@ class ModelGraphs:
         with torch.autograd.set_multithreading_enabled(False):
             with use_plans(plans):
                 # The first call connects the ranks, compiles the kernels and requests all tables of the attention plans. Use
-                # copies of the parameters, because autograd binds parameters to the stream of the capture.
+                # copies of the parameters, because autograd would bind the parameters to the stream of the capture.
                 copies = [nn.Parameter(x.detach()) for x in parameters]
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = [PlanSlots(plan, device) for plan in plans]
@@ -180,7 +178,7 @@ class ModelGraphs:
         self._hops: list[tuple[Any, Any]] = []
 
     def pack(self, masks: Masks, layout: Layout, plans: Sequence[Plan]) -> list[Tensor]:
-        """Return the attention plans in the format of `compute_loss`, or [] if the masks have no documents.
+        """Return the attention plans in the format that `compute_loss` takes, or [] if the masks have no documents.
 
         `plans` contains fixed plans on the CPU for these masks and this layout. If `plans` is empty, this method computes the
         plans.
@@ -201,7 +199,7 @@ class ModelGraphs:
         """
         for slots, each in zip(self.slots, packed, strict=False):
             slots.write(each)
-        # Watchdogs regard a whole micro-step as one hop, because they do not see the hops of a graph.
+        # Watchdogs do not see the hops of a graph, so a whole micro-step counts as one hop.
         self._hops = [(watchdog, watchdog.start("replay of a CUDA graph", 0, 1, ())) for watchdog in self._watchdogs]
         replay: Any = self._model.replay
         return replay(tokens, positions, labels)

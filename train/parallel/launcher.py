@@ -15,8 +15,8 @@ POLL_INTERVAL = 0.05  # seconds
 def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.Store, int]:
     """Determine the number of this attempt together with the other ranks. Call this function once per attempt on all ranks.
 
-    A rank must not read keys of an earlier attempt, which contain addresses of dead processes. Every rank except rank 0 writes
-    a random name to the store. Rank 0 stores the number of the attempt under this name.
+    The keys of an earlier attempt contain addresses of dead processes, so a rank must not read them. Every rank except rank 0
+    writes a random name to the store. Rank 0 answers with the number of the attempt.
 
     Returns:
         A part of the store that only this attempt uses, and the number of the attempt, counted from 1.
@@ -26,9 +26,8 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
         waiting = set(range(1, world_size))
         while waiting:
             for other in waiting:
-                # A stored name may belong to a process that has ended. Answer every new name until the rank has joined this
-                # attempt. TORCHELASTIC_RESTART_COUNT is not enough, because it counts only the failures of one torchrun
-                # process.
+                # A stored name may belong to a process that has ended. Answer every new name until its rank has joined this
+                # attempt. TORCHELASTIC_RESTART_COUNT counts only the failures of one torchrun process.
                 if store.check([f"name/{other}"]):
                     store.set(f"attempt/{store.get(f'name/{other}').decode()}", str(attempt))
             waiting = {other for other in waiting if not store.check([f"joined/{attempt}/{other}"])}

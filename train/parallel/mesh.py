@@ -30,7 +30,7 @@ Masks = dict[int | None, Mask]  # the mask of each window that a layer has
 # If the user has set this variable, its timeout takes precedence over the settings.
 USER_HOP_TIMEOUT = os.environ.get(watchdog.TIMEOUT)
 
-# PyTorch has exported this function since release 2.14.
+# PyTorch has exported `set_timeout` since release 2.14.
 set_group_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
 
 
@@ -51,20 +51,12 @@ class MeshShape(NamedTuple):
 
 
 class Mesh(NamedTuple):
-    """Holds the one-dimensional meshes to which this rank belongs.
+    """Holds the one-dimensional meshes to which this rank belongs."""
 
-    Attributes:
-        dp: the ranks that hold different sequences.
-        sequence: the ranks that share one sequence, along both the ring axis and the ulysses axis.
-        ring: the ranks of a ring.
-        ulysses: the ranks that exchange heads by all-to-all.
-        all: all ranks.
-    """
-
-    dp: DeviceMesh
-    sequence: DeviceMesh
-    ring: DeviceMesh
-    ulysses: DeviceMesh
+    dp: DeviceMesh  # the ranks that hold different sequences
+    sequence: DeviceMesh  # the ranks that share one sequence, along both the ring axis and the ulysses axis
+    ring: DeviceMesh  # the ranks of a ring
+    ulysses: DeviceMesh  # the ranks that exchange heads by all-to-all
     all: DeviceMesh
 
     @property
@@ -105,7 +97,6 @@ def attention(
     """Return one attention function per layer, which the ranks that share a sequence call together.
 
     Args:
-        masks, layout: the masks and the layout of a batch.
         training: whether the functions are used in a training step.
         recompute: whether the backward pass recomputes blocks, except for attention.
     """
@@ -128,7 +119,6 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
     """Build the mesh. The ranks of an all-to-all have consecutive numbers, so they are usually on the same host.
 
     Args:
-        device_type: "cuda" or "cpu".
         sequence: the number of ranks that share a sequence.
         ulysses: the number of ranks per all-to-all, which must divide `sequence`.
     """
@@ -140,7 +130,7 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """Set the timeout of collectives and of ring hops. The environment may set another timeout for hops."""
+    """Set the timeout of collectives, and of ring hops unless RINGATTN_TIMEOUT is set."""
     if USER_HOP_TIMEOUT is None:
         os.environ[watchdog.TIMEOUT] = str(seconds)
     for group in (None, *(axis.get_group() for axis in mesh)):

@@ -25,7 +25,7 @@ from ringattn.train.parallel.timing import (
 )
 from ringattn.train.settings.config import Config, ConfigError
 
-# A message suggests another mesh if the predicted speedup exceeds this factor.
+# The predicted speedup above which a message suggests another mesh
 WORTH_MENTIONING = 1.05
 
 Shares = Mapping[int | None, float]
@@ -41,9 +41,9 @@ def predict(
         config: the settings of the run. `trainer.tokens_per_step`, if set, determines the number of micro-steps.
         shape: the shape of the mesh, which may differ from the settings.
         machine: the ranks of the job.
-        shares: maps the window of a layer to a share of (query, key) pairs. The share compares the allowed pairs of a mean
-            sequence with those of a single document. Windows that are left out have the share 1.
-        plan: the memory plan, or None for the plan that a run would choose.
+        shares: for each window of a layer, the allowed (query, key) pairs of a mean sequence, relative to a single document.
+            Other windows have the share 1.
+        plan: None for the plan that a run would choose.
     """
     plan = plan or choose_plan(config, shape, machine)[0]
     return step_time(config, shape, machine, plan, attention_of_layers(config, shape, machine, shares))
@@ -117,9 +117,8 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
 
 
 def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Shares) -> str:
-    """Return the predicted time of a step, and meshes with a higher predicted speed.
-
-    Return the fastest mesh with the same number of data-parallel ranks, and the fastest mesh with another number.
+    """Return the predicted time of a step, and meshes with a higher predicted speed. The meshes are the fastest with the same
+    number of data-parallel ranks, and the fastest with another number.
     """
     plans = {other: choose_plan(config, other, machine) for other in possible_shapes(config, machine.ranks)}
     speeds = {

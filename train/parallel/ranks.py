@@ -20,25 +20,19 @@ log = logging.getLogger(__name__)
 # The timeout until `mesh.set_timeout`. Tokenising a corpus may take many minutes.
 START_TIMEOUT = timedelta(minutes=30)
 
-# torchrun starts its store before the ranks. If the store does not respond within this time, torchrun has died.
+# torchrun starts its store before the ranks. If the store does not respond within TORCHRUN_TIMEOUT, torchrun has died.
 TORCHRUN_TIMEOUT = timedelta(seconds=15)
 
-# This environment variable makes cuBLAS select workspaces that give the same bits in every run.
+# The environment variable for workspaces with which cuBLAS computes the same bits in every run
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 class Launch(NamedTuple):
-    """Describes how the ranks were launched.
+    """Describes how the ranks were launched."""
 
-    Attributes:
-        store: a key-value store that all ranks of this attempt share.
-        attempt: the number of times that torchrun has started the ranks.
-        time: the local time of the first attempt on rank 0; "" on all other ranks.
-    """
-
-    store: dist.Store
-    attempt: int
-    time: str
+    store: dist.Store  # a key-value store that all ranks of this attempt share
+    attempt: int  # the number of times that torchrun has started the ranks
+    time: str  # the local time of the first attempt on rank 0; "" on all other ranks
 
 
 def connect_ranks(share_gpus: bool = False) -> Launch:
@@ -117,7 +111,7 @@ def set_deterministic(deterministic: bool) -> None:
                 "trainer.deterministic=true has no effect on cuBLAS, because an earlier job of this process has initialised "
                 f"CUDA: set {CUBLAS_WORKSPACE}=:4096:8 before the launch"
             )
-        # Deterministic mode would fill new tensors, which takes time. Our kernels write all elements of their outputs.
+        # Deterministic mode would also fill new tensors, which takes time. Our kernels write all elements of their outputs.
         deterministic_mode: Any = torch.utils.deterministic
         deterministic_mode.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(deterministic, warn_only=True)

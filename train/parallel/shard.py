@@ -1,6 +1,6 @@
 """Prepare a model for training: shard its parameters (FSDP2), add activation checkpointing, and apply torch.compile.
 
-Everything is sharded over all ranks, so the size of the ring does not affect the memory for parameters.
+Parameters, gradients and optimizer state are sharded over all ranks, so the size of the ring does not affect their memory.
 """
 
 from functools import partial
@@ -24,11 +24,11 @@ from ringattn.train.parallel.mesh import Mesh
 def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: bool, host_blocks: int = 0) -> list[HostGroup]:
     """Give a model on the meta device random initial weights, and shard its parameters over all ranks.
 
-    Every rank draws all weights, one group of blocks at a time, and keeps only its own shard. The weights therefore do not
+    For one group of blocks at a time, every rank draws all weights, and keeps only its own shard. The weights therefore do not
     depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of gradients are fp32.
 
     The FSDP groups of the last `host_blocks` blocks are moved to host memory. Parameters outside the blocks stay on the device,
-    because the next forward pass begins with them. Return the FSDP groups that are in host memory.
+    because the next forward pass needs these parameters first. Return the FSDP groups that are in host memory.
     """
     precision = MixedPrecisionPolicy(torch.bfloat16 if bf16 else None, torch.float32, cast_forward_inputs=False)
     # With `reshard_after_forward=None`, FSDP frees the gathered parameters after the forward pass, except in the root module.
@@ -67,8 +67,7 @@ def compile_blocks(model: GPT) -> None:
 def checkpoint_activations(model: GPT, plan: MemoryPlan, device: torch.device, host_bytes: float) -> None:
     """Save only the inputs and the attention outputs of the blocks that `plan` recomputes.
 
-    The saved tensors are on the GPU or in host memory. Attention is recomputed only in the first `plan.attention_blocks`
-    blocks.
+    The saved tensors are on the GPU or in host memory. The first `plan.attention_blocks` blocks also recompute attention.
     """
     blocks = cast("list[Any]", model.blocks)
     for index in range(plan.offloaded_blocks, plan.recomputed_blocks):

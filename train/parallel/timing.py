@@ -21,7 +21,7 @@ from ringattn.train.parallel.memory.plan import MemoryPlan
 from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.settings.config import Config
 
-# Matrix products reach this fraction of the peak FLOP/s. The 1.44B model reaches 690 of 989 TFLOP/s on two H200s.
+# The fraction of the peak FLOP/s that matrix products reach. The 1.44B model reaches 690 of 989 TFLOP/s on two H200s.
 MATMUL_EFFICIENCY = 0.7
 # The attention speed of the 1.44B model on H200s, relative to `cost_model.attention_flops`.
 ATTENTION_EFFICIENCY = 1.06
@@ -38,9 +38,9 @@ MEMORY_BYTES_PER_S = (
     (r"\bL4\b", 0.3e12),
     (r"\bA10\b", 0.6e12),
 )
-# Fused kernels reach this fraction of the memory bandwidth.
+# The fraction of the memory bandwidth that fused kernels reach
 MEMORY_EFFICIENCY = 0.7
-# Fused kernels of both passes read and write these numbers of elements per token, layer and dimension.
+# The elements per token, layer and dimension that fused kernels of both passes read and write
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
 # The bytes that the optimizer step reads and writes per parameter of a rank's shard, without the moments
 OPTIMIZER_BYTES = 24
@@ -59,9 +59,9 @@ HOST_ALL_TO_ALL = 5e-3  # the all-to-alls of a block, forward and backward
 HOST_LINK = 51e9
 # The speed of PyTorch's fused AdamW on a CPU, in parameters per second and core. On 16 cores, the speed is 4.3e9 (2026-11-24).
 HOST_ADAM = 4.3e9 / 16
-# In FP8, the matrix products of four blocks of the 1.44B model take 32.3 ms instead of 61.1 ms. The other kernels also round
-# the operands, and take 8.4 ms longer than the 11.7 ms of the prediction for bf16. The times are for forward and backward
-# passes of 32,768 tokens on an H200 (2026-11-29).
+# For four blocks of the 1.44B model, matrix products in FP8 take 32.3 ms instead of 61.1 ms. The remaining kernels also round
+# the operands, and take 8.4 ms longer than the 11.7 ms predicted for bf16. The times are for forward and backward passes of
+# 32,768 tokens on an H200 (2026-11-29).
 FLOAT8_SPEEDUP, FLOAT8_TRAFFIC = 61.1 / 32.3, 20.1 / 11.7
 # Attention reaches 736 TFLOP/s forward, and 637 TFLOP/s in both passes together (65,536 tokens, H200, 2026-11-27).
 FORWARD_SPEEDUP = 736 / 637

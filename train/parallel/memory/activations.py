@@ -45,7 +45,7 @@ class HostActivations:
         self._copy_stream = self._streams.Stream()
         self._buffers: list[Tensor] = []
         self._ends = [0]  # Block i occupies the bytes _ends[i] to _ends[i + 1].
-        self._stored: dict[int, list[Tensor]] = {}  # Tensors on the host are replaced by meta tensors.
+        self._stored: dict[int, list[Tensor]] = {}  # A meta tensor stands for a tensor on the host.
         self._leaving: tuple[list[Tensor], Any] | None = None  # the tensors being copied to the host, and the end of the copy
         self._arriving: dict[int, tuple[list[Tensor], Any]] = {}
 
@@ -76,7 +76,7 @@ class HostActivations:
         if block not in self._stored:
             return
         self.finish_storing()
-        # Allocate on the compute stream, because the tensors are freed on this stream.
+        # Allocate on the compute stream, because the tensors are also freed there.
         tensors = [torch.empty_like(x, device=self._device) if x.is_meta else x for x in self._stored.pop(block)]
         arriving = [x for x in tensors if self._is_large(x)]
         self._arriving[block] = tensors, self._copy(arriving, self._ends[block], to_host=False)
@@ -92,10 +92,8 @@ class HostActivations:
         return not self._is_cuda or x.nbytes >= MIN_BYTES
 
     def _copy(self, tensors: list[Tensor], start: int, to_host: bool) -> Any:
-        """Start a copy between `tensors` and the host memory that begins at byte `start`. Return the event that marks the end
-        of the copy.
-        """
-        # The compute stream may still use the memory of the source or of the destination.
+        """Start a copy between `tensors` and host memory from byte `start` on. Return the event at the end of the copy."""
+        # The compute stream may still use the memory of the copy's source or destination.
         self._copy_stream.wait_stream(self._streams.current_stream())
         end = self._streams.Event()
         with self._streams.stream(self._copy_stream):
@@ -119,8 +117,8 @@ class HostActivations:
 def offload_blocks(blocks: Sequence[Any], count: int, host: HostActivations, attention_blocks: int = 0) -> None:
     """Keep only the inputs and the attention results of the first `count` blocks, in host memory. Recompute all else.
 
-    Attention is recomputed only in the first `attention_blocks` blocks. The argument `count` must be at least 1 and less than
-    the number of blocks. Call this function after activation checkpointing has wrapped the other blocks.
+    The first `attention_blocks` blocks also recompute attention. The argument `count` must be at least 1 and less than the
+    number of blocks. Call this function after activation checkpointing has wrapped the other blocks.
     """
     for index, block in enumerate(blocks[:count]):
         block.forward = partial(_run_offloaded, block.forward, index, host, index >= attention_blocks)

@@ -12,21 +12,20 @@ from ringattn.train.settings.config import ConfigError
 
 GIB = 2**30
 
-# If a run needs more than this fraction of a GPU's memory, blocks are recomputed or offloaded. The estimate leaves out
-# fragmentation.
+# The fraction of GPU memory above which blocks are recomputed or offloaded. The estimate leaves out fragmentation.
 COMFORTABLE_FRACTION = 0.85
 
-# A run is rejected if its estimate exceeds this fraction of the memory. CUDA and NCCL use 2 to 4 GiB of a GPU.
+# The largest fraction of the memory that the estimate of a run may reach. CUDA and NCCL use 2 to 4 GiB of a GPU.
 USABLE_FRACTION = 0.95
 
 # The host memory in bytes that Python, CUDA and the data loader of a rank need
 PROCESS_BYTES = 5 * GIB
 
-# Copies of a checkpoint use at most this fraction of the available host memory. The data loader and the page cache also need
+# The largest fraction of the available host memory for copies of a checkpoint. The data loader and the page cache also need
 # host memory.
 COPIES_FRACTION = 0.5
 
-# Linux writes the memory limit of a container to one of these files.
+# The files to which Linux may write the memory limit of a container
 LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 Bytes = dict[str, float]  # by purpose
@@ -118,7 +117,7 @@ def _error(needed: Bytes, usable: float, owner: str) -> InsufficientMemory:
 
 
 def copies_problem(size: float, available: float) -> str:
-    """Return why copies of `size` bytes exceed `available` bytes of host memory, or "" if they fit."""
+    """Return why `available` bytes of host memory are too few for copies of `size` bytes, or ""."""
     available = max(available, 0)
     if size <= COPIES_FRACTION * available:
         return ""
@@ -140,6 +139,6 @@ def host_memory() -> float:
     """Return the memory of this host, or the memory limit of its container, in bytes."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in LIMITS:
-        with suppress(OSError, ValueError):  # The file may be missing, or contain "max".
+        with suppress(OSError, ValueError):  # A file may be missing, or contain "max".
             total = min(total, int(Path(path).read_text()))
     return total

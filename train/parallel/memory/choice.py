@@ -14,7 +14,7 @@ from ringattn.train.parallel.mesh import MeshShape
 from ringattn.train.parallel.timing import SLOW_GPU, Machine, kernels_alone, step_time
 from ringattn.train.settings.config import Config
 
-# Plans count as equally fast if their predicted times differ by at most 2%.
+# Two plans count as equally fast if their predicted times differ by at most 2%.
 EQUAL_TIMES = 1.02
 
 # A plan that leaves GPU memory free may be at most 3% slower than the fastest plan.
@@ -25,7 +25,7 @@ HOST_CHOICES = 8
 
 
 def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[MemoryPlan, Needs]:
-    """Choose the memory plan of a run, and return it with the bytes that a rank needs.
+    """Return the memory plan of a run, and the bytes that a rank needs.
 
     If no plan fits, the result is the plan that needs the least memory.
     """

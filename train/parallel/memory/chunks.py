@@ -34,7 +34,7 @@ def run_in_chunks(block: nn.Module, function: Function, chunk: int, is_last: boo
     """Compute function(*inputs) in chunks of tokens. The function may use parameters of `block`.
 
     The inputs have the shape (B, N, ...). Outputs with at least three dimensions have the shape (B, N, ...), too. Other outputs
-    are sums over tokens. With `is_last`, a recomputation of the block leaves out these outputs.
+    are sums over tokens. With `is_last`, a recomputation leaves out these sums.
     """
     if inputs[0].shape[1] <= chunk:
         return function(*inputs)
@@ -64,15 +64,15 @@ class _InChunks(torch.autograd.Function):
             return (inputs[0].new_empty(()).expand(inputs[0].shape),)
         outputs: list[Tensor | None] = []
         for rows in _chunks(inputs[0], chunk):
-            # Record an autograd graph, because FP8 layers and compiled code compute other results without a graph. The hooks
-            # prevent activation checkpointing from saving the tensors of this graph.
+            # Record an autograd graph, because without a graph, FP8 layers and compiled code compute other results. The hooks
+            # prevent activation checkpointing from saving the tensors of the chunk's graph.
             with torch.set_grad_enabled(is_training), saved_tensors_hooks(_same, _same):
                 parts = function(*_leaves(inputs, rows, ctx.needed))
             outputs = outputs or [_output_like(part, inputs[0]) for part in parts]
             for output, part in zip(outputs, parts, strict=True):
                 if output is not None and part is not None:
                     _rows(output, rows).add_(part) if part.ndim <= 2 else _rows(output, rows).copy_(part)
-            del parts, part  # The graphs of two chunks must not exist at the same time.
+            del parts, part  # The autograd graphs of two chunks must not exist at the same time.
         return tuple(outputs)
 
     @staticmethod

@@ -100,14 +100,10 @@ def needs(
 ) -> Needs:
     """Estimate the peak of torch's allocator on a rank, and the rank's host memory, in bytes by purpose.
 
-    Memory peaks in a backward pass (loss, feed-forward network or attention), or in FSDP's last reductions of gradients. The
-    estimate reads only shapes. Fragmentation and the receive buffers of attention are left out.
+    Memory peaks in the backward pass of the loss, a feed-forward network or attention, or in FSDP's last gradient reductions.
+    The estimate reads only shapes. Fragmentation and the receive buffers of attention are left out.
 
     Args:
-        config: the settings of the run.
-        shape: the shape of the mesh.
-        bf16: whether the model computes in bf16.
-        compiled: whether torch.compile is used.
         common: the result of `PlanIndependent.of`, to avoid repeated computation.
     """
     common = common or PlanIndependent.of(config, shape)
@@ -158,7 +154,7 @@ def needs(
         for part in parts:
             backward = size * head + part + tokens * saved.recomputed(index)
             moments.append(moment(backward, gathered + 3 * prefetched, activations, later))
-    # FSDP frees the parameters of a group before it casts the group's gradients to fp32.
+    # Before FSDP casts a group's gradients to fp32, it frees the group's parameters.
     if group == blocks:  # One group contains all parameters.
         moments.append(moment((size + 4) * (vocab + blocks), 0, shared))
     else:
@@ -250,8 +246,7 @@ def _feed_forward_bytes(config: Config, shape: MeshShape, size: int, plan: Memor
 def _attention_bytes(config: Config, shape: MeshShape, size: int, plan: MemoryPlan, head_chunks: int) -> float:
     model, rows, tokens = config.model, tokens_per_rank(config, shape), tokens_per_micro_step(config, shape)
     query_dim, key_value_dim = _attention_dims(model)
-    # A ring keeps three fp32 tensors with the shape of the queries. The tensors are dq of this rank, dq of the current local
-    # step, and a dq that is being sent.
+    # A ring keeps three fp32 tensors of dq: this rank's dq, dq of the current local step, and a dq in flight.
     temporary = 12 * query_dim + 4 * key_value_dim if shape.sequence > 1 else 6 * query_dim + 2 * key_value_dim
     if head_chunks > 1:
         # A chunk of heads has its own q, k, v, out and dout. At the end of the backward pass, the gradients of all heads exist.
@@ -301,12 +296,13 @@ def _saved_bytes_per_token(model: ModelConfig, size: int, attention_outputs: int
 def _float8_bytes_per_token(model: ModelConfig, attention_outputs: int, compiled: bool) -> int:
     """Return how many more bytes per token a block saves if its linear layers compute in FP8. The number may be negative.
 
-    A layer saves its input in one byte per element instead of two. Compiled layers with the same input save it once.
+    A layer saves its input in one byte per element instead of two. Compiled layers with the same input share one copy.
     """
     inputs, copies = model.dim, model.dim * (1 if compiled else 3)
     if model.experts is None:
         inputs += model.dim + hidden_dim(model)
         copies += model.dim * (1 if compiled else 2) + hidden_dim(model)
-    # Attention still saves its output in bf16. After an all-to-all, the output exists only as the input of a layer.
+    # Attention still saves its output in bf16. After an all-to-all, the output of attention exists only as the input of a
+    # layer.
     query_dim, _ = _attention_dims(model)
     return copies + query_dim - 2 * (inputs + (attention_outputs - 1) * query_dim)

@@ -58,15 +58,13 @@ class HostGroup:
     """Keeps the fp32 weights and gradients of an FSDP group in host memory.
 
     Args:
-        module: a module after `fully_shard` and before its first forward pass.
-        device: the device of the computation.
+        module: after `fully_shard`, and before its first forward pass.
         staging: the buffers that all groups share.
 
     Attributes:
         parameters: the sharded parameters, DTensors on the CPU.
-        gradients: this rank's shard of each parameter's gradient, fp32. The gradients are valid after the backward pass has
-            ended on the GPU.
-        pending: the running update of the parameters, or None.
+        gradients: this rank's shard of each parameter's gradient, fp32, valid after the backward pass on the GPU.
+        pending: the running update, or None.
     """
 
     def __init__(self, module: nn.Module, device: torch.device, staging: StagingBuffers) -> None:
@@ -102,7 +100,7 @@ class HostGroup:
             self.pending = None
 
     def fetch(self, weights: Tensor, start: int) -> Tensor:
-        """Copy weights to the device. The weights begin at element `start` of the group."""
+        """Copy weights, which begin at element `start` of the group, to the device."""
         self.wait()
         if self._device.type == "cpu":
             return weights
@@ -137,9 +135,8 @@ class HostParameter(FSDPParam):
 
     @property
     def offload_to_cpu(self) -> bool:  # pyrefly: ignore[bad-override]  # FSDP assigns it before the class is changed
-        """While FSDP gathers weights, this property is True, so that FSDP does not convert weights on the CPU.
-
-        While FSDP reduces gradients, this property is False, so that gradients stay on the GPU.
+        """True while FSDP gathers weights, so that FSDP does not convert weights on the CPU. False while FSDP reduces
+        gradients, so that gradients stay on the GPU.
         """
         return not self._is_reduced
 

@@ -13,10 +13,9 @@ from ringattn.train.parallel.memory.pinned import host_thread
 class HostUpdates:
     """Runs the optimizer updates of parameters in host memory.
 
-    FSDP's gathers and `state_dict` wait for the updates before they read weights.
+    Before FSDP's gathers and `state_dict` read weights, they wait for the updates.
 
     Args:
-        model: the sharded model.
         groups: the FSDP groups in host memory, in the order of the forward pass.
         optimizer: the optimizer of all parameters. Its `host_groups` must belong to `groups`.
     """

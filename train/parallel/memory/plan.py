@@ -9,10 +9,10 @@ class MemoryPlan:
 
     # The backward pass recomputes the first `recomputed_blocks` blocks, except for their attention.
     recomputed_blocks: int = 0
-    # Attention is recomputed only in the first `attention_blocks` blocks.
+    # The first `attention_blocks` blocks also recompute attention.
     attention_blocks: int = 0
     # The inputs and attention results of the first `offloaded_blocks` recomputed blocks are in host memory. The last block is
-    # never offloaded, because the backward pass begins with it.
+    # never offloaded, because the backward pass begins there.
     offloaded_blocks: int = 0
     # The last `host_blocks` blocks have their fp32 weights, gradients and moments in host memory.
     host_blocks: int = 0

@@ -18,7 +18,7 @@ from ringattn.train.settings.config import Config
 def receive_bytes(config: Config, shape: MeshShape, machine: Machine) -> float:
     """Return the bytes of the receive buffers on a rank, for sequences of one document.
 
-    Only GPUs of one host communicate over NVLink. The estimate assumes that the backward pass repeats the all-to-all.
+    Only GPUs of one host communicate over NVLink. The prediction assumes that the backward pass repeats the all-to-all.
     """
     if machine.device.type != "cuda" or os.environ.get(TRANSPORT_VARIABLE) == "p2p":
         return 0
