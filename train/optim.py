@@ -45,7 +45,7 @@ class AdamW(torch.optim.AdamW):
                 self._update(group, [parameter.grad for parameter in group["params"]])
 
     def update_host_group(self, index: int, gradients: Mapping[Tensor, Tensor]) -> None:
-        """Update the parameters of FSDP group `index` on the CPU. The mapping `gradients` contains their local gradients."""
+        """Update the parameters of FSDP group `index` on the CPU, with the group's local gradients."""
         for group in self.param_groups:
             if group.get("host") == index:
                 self._update(group, [gradients[parameter] for parameter in group["params"]])
@@ -79,8 +79,8 @@ class AdamW8bit(AdamW):
     """AdamW that stores moments of matrices in 8 bits, with torchao. All other moments are fp32.
 
     A parameter group with the entry "quantised" contains matrices whose rows have a multiple of MOMENT_BLOCK elements. Each
-    moment consists of codes and scales. The codes are uint8 with the shape of the parameter. The scales are fp32 (rows, blocks
-    per row). Codes and scales are sharded like the parameter.
+    8-bit moment consists of codes and scales. The codes are uint8 with the shape of the parameter. The scales are fp32 (rows,
+    blocks per row). Codes and scales are sharded like the parameter.
 
     Args:
         compiled: whether torch.compile fuses the update of a matrix. Without torch.compile, the update needs several fp32
@@ -111,7 +111,7 @@ class AdamW8bit(AdamW):
             return
         beta1, beta2 = group["betas"]
         options = torch.tensor(group["lr"], device="cpu"), beta1, beta2, group["weight_decay"], group["eps"], True, False
-        # Recompilations need no limit, because the number of different shapes is fixed.
+        # The number of recompilations needs no limit, because the number of different shapes is fixed.
         with torch._dynamo.utils.disable_cache_limit():
             for parameter, gradient in zip(group["params"], gradients, strict=True):
                 state = self.state[parameter]
@@ -129,7 +129,7 @@ def import_torchao() -> tuple[Any, Any, Any]:
     """Return torchao's `single_param_adam`, `OptimState8bit` and `create_dynamic_map`.
 
     Raises:
-        ConfigError: torchao is not installed, or does not suit this version of torch.
+        ConfigError: torchao is not installed, or does not suit the version of torch.
     """
     logging.disable(logging.WARNING)  # torchao warns about kernels for other formats.
     try:
@@ -213,7 +213,7 @@ def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
 
     Similar to GPT-3 (Brown et al. 2020, https://arxiv.org/abs/2005.14165, table 2.1), larger models have lower rates. With
     `model.qk_norm`, the rate is 1.75 times higher, but at most 3e-3. Runs that start from trained weights use a tenth of the
-    rate. A larger rate would destroy the weights.
+    rate. A larger learning rate would destroy trained weights.
     """
     factor, highest = (1.75, 3e-3) if qk_norm else (1.0, 2e-3)
     rate = min(highest, factor * 6e-4 * (124e6 / num_parameters) ** 0.4)
@@ -228,7 +228,7 @@ def resolve_warmup_steps(steps: int, config: OptimConfig) -> int:
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """Return the learning rate of a step. Steps are counted from 1 to `steps`.
 
-    The rate rises linearly to `config.lr` in the warmup. After the warmup, the rate follows `config.schedule`:
+    The learning rate rises linearly to `config.lr` in the warmup, and then follows `config.schedule`:
 
         cosine: the rate falls along half a cosine to min_lr_ratio * lr at the last step.
         wsd: the rate stays at lr, and falls linearly to min_lr_ratio * lr during the last `decay_fraction` of all steps.

@@ -27,9 +27,9 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 
 # Received signals are never removed, so that they stop all jobs of a sweep.
 _received_signals: set[int] = set()
-# Another part of the run may set this flag to request a stop.
+# A flag with which other parts of the run request a stop
 _is_stop_requested = False
-# Python writes each signal to this pipe at once. Signal handlers run only when the main thread returns to Python. A save may
+# A pipe to which Python writes each signal at once. Signal handlers run only when the main thread returns to Python. A save may
 # keep the main thread busy for longer than torchrun waits.
 _signal_pipe: int | None = None
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -40,7 +40,7 @@ def _launch_time() -> float:
     """Return when torchrun started, or else this process, on the clock of `time.monotonic`."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
-        # Field 22 is the start time in clock ticks since boot.
+        # Field 22 of the file is the process's start time in clock ticks since boot.
         ticks = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
     except OSError:  # The file exists only on Linux.
         return time.monotonic()
@@ -61,9 +61,9 @@ class StoppedEarly(Exception):
 
 @contextmanager
 def handle_stop_signals() -> Generator[None]:
-    """Record SIGTERM, SIGHUP and SIGINT in this context for `stop_requested`.
+    """Record SIGTERM, SIGHUP and SIGINT for `stop_requested` inside the context.
 
-    Outside this context, a stop signal ends the process at once. A process that ignores SIGHUP, as under nohup, keeps ignoring
+    Outside the context, a stop signal ends the process at once. A process that ignores SIGHUP, as under nohup, keeps ignoring
     SIGHUP. The same SIGTERM may arrive several times from torchrun. After the first Ctrl-C, another Ctrl-C or a SIGTERM from
     torchrun ends the process at once.
     """

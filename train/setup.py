@@ -194,7 +194,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     Raises:
         ConfigError: on every rank, if the machine or a file does not support the settings.
     """
-    set_deterministic(config.trainer.deterministic)  # Set deterministic mode before the first use of the device.
+    set_deterministic(config.trainer.deterministic)  # Deterministic mode must be set before the first use of the device.
     with sync_errors():
         # The loader process imports its modules while this process builds the other parts.
         loader = start_loader(pick_device(config.trainer.device))
@@ -424,5 +424,5 @@ def _free_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
     else:
         with suppress(OSError):
-            # Reset the recorded peak memory of this process.
+            # Reset the peak memory that Linux has recorded for this process.
             Path("/proc/self/clear_refs").write_text("5")

@@ -49,7 +49,7 @@ class ExpertBalance:
 
     Args:
         run: a run whose model has experts.
-        micro_steps: the number of micro-steps in the step.
+        micro_steps: their number per step.
 
     Attributes:
         loss: this rank's part of the loss.
@@ -85,9 +85,9 @@ def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], boo
     """Take one optimizer step. All ranks call this function together.
 
     Args:
-        run: the run, whose model and optimizer are updated in place.
-        step: the number of the step, from 1.
-        consumed: the number of sequences that earlier steps consumed.
+        run: its model and optimizer are updated in place.
+        step: counted from 1.
+        consumed: the number of sequences in earlier steps.
 
     Returns:
         The record of the step, and whether any rank should stop after it. The record contains `loss` (nats per token),
@@ -182,7 +182,7 @@ def update(run: Run, step: int, grad_norm: Tensor) -> float:
     run.optimizer.zero_grad()
     stays_gathered = not estimate.reshard_after_forward(run.config.model, run.bf16)
     if step < run.config.trainer.steps and stays_gathered and run.plan.host_blocks == 0:
-        # Gather the parameters now. In the next step, the GPU would wait until the host launches the gather.
+        # Gather the parameters now, because in the next step, the GPU would wait until the host launches the gather.
         cast("FSDPModule", run.model).unshard()
     return lr
 
@@ -262,8 +262,8 @@ def until_stopped(run: InferenceRun, batches: Iterable[Work]) -> Iterator[Work]:
     """
     read_request = None
     for batch in batches:
-        # Read the flag of each batch one batch later, so that the CPU never waits for the current batch. Reading the flag also
-        # keeps the CPU from launching all batches at once.
+        # Read the stop flag of each batch one batch later, so that the CPU never waits for the current batch. Reading the flag
+        # also keeps the CPU from launching all batches at once.
         if read_request is not None and any(read_request()):
             raise preemption.StoppedEarly
         request = torch.zeros(1, device=run.device).fill_(preemption.stop_requested(run.config.trainer.time_limit_s))

@@ -154,7 +154,7 @@ def prepare_directory(run: Run, directory: Path, done: int) -> None:
         # Check the space before removing anything.
         if dist.get_rank() == 0:
             check_space(run, directory / "checkpoints", done)
-        # An old summary is wrong if this run adds or repeats steps.
+        # If this run adds or repeats steps, an old summary is wrong.
         (directory / "summary.json").unlink(missing_ok=True)
         # If the run is killed, its next launch must not resume from a checkpoint of later steps.
         if dist.get_rank() == 0:
@@ -192,7 +192,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             if step == done + 1:
                 startup.end_part("first step")
             evaluates = is_evaluated(run, step)
-            # After the last step, a stop request affects only the evaluation.
+            # After the last step, a stop request can only interrupt the evaluation.
             stop = stop and (step < trainer.steps or evaluates)
             record |= report_sources(run, step, consumed)
             consumed += run.sequences_per_step
@@ -232,7 +232,7 @@ def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
     """
     counts = consumed, consumed + run.sequences_per_step
     if isinstance(run.data, StreamDataset):
-        # Every data-parallel rank reports the readers of its own data. Ranks other than rank 0 show only warnings.
+        # Every data-parallel rank reports its own readers. Ranks other than rank 0 show only warnings.
         if run.mesh.sequence.get_local_rank() == 0:
             report_stream(run.data, step, *map(run.loader.positions, counts))
         return {}
@@ -331,7 +331,7 @@ def saves_after_step(step: int, trainer: TrainerConfig) -> bool:
 def check_space(run: Run, directory: Path, done: int) -> None:
     """Check the disk space for the checkpoints after step `done`. If no checkpoint will be saved, log the reason."""
     trainer = run.config.trainer
-    # For each parameter, AdamW stores two averages of the same size.
+    # AdamW stores two averages of the same size as the parameters.
     needed = 3 * storage.estimate_size(run.model.parameters())
     every = trainer.checkpoint_every or trainer.steps
     saves = -(-trainer.steps // every) - done // every - (not trainer.save_final)
@@ -381,7 +381,7 @@ def save_checkpoint(run: Run, directory: Path, step: int, consumed: int, saver: 
     """
     tensors = state_dict.train_state(run.model, run.optimizer) | state_dict.rng_state()
     config = asdict(run.config)
-    # Save the number of warmup steps. A larger `trainer.steps` must not change the warmup of a resumed run.
+    # Save the number of warmup steps, because a larger `trainer.steps` must not change the warmup of a resumed run.
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}

@@ -20,15 +20,14 @@ from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.step import Diverged
 
 DISK_ERRORS = (*UNWRITABLE, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM)
-# Errors of these types are mistakes of the user, which a command reports in one line. After a user error, a sweep continues
-# with its next job.
+# The types of user errors, which a command reports in one line. After a user error, a sweep continues with its next job.
 USER_ERRORS = (*SETTING_ERRORS, Diverged, HydraException)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, InsufficientMemory | torch.OutOfMemoryError | MemoryError):
         return True
-    # If memory is exhausted, Triton and PyTorch's CPU allocator raise a RuntimeError.
+    # If memory runs out, Triton and PyTorch's CPU allocator raise a RuntimeError.
     return isinstance(error, RuntimeError) and ("out of memory" in str(error) or "DefaultCPUAllocator" in str(error))
 
 
@@ -63,7 +62,7 @@ def terminate(store: dist.Store, text: str, status: int) -> NoReturn:
     """Exit at once. Only the first rank that fails prints `text`."""
     try:
         is_first = store.add("failures", 1) == 1
-    except dist.DistError:  # The process that hosts the store has exited. Without torchrun, rank 0 hosts it.
+    except dist.DistError:  # The process that hosts the key-value store has exited. Without torchrun, rank 0 hosts it.
         is_first = True
     if is_first:
         print(text, file=sys.stderr, flush=True)

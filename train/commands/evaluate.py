@@ -6,7 +6,7 @@
     torchrun --nproc_per_node=N train/evaluate.py run=NAME ...             on N ranks, which share each sequence
 
 The losses at all lengths are means over the same target tokens. A model that benefits from a long context has a lower loss at a
-longer length. The table contains 95% intervals of the losses, and of their differences from the loss at the shortest length.
+longer length. For each loss and its difference from the loss at the shortest length, the table contains a 95% interval.
 
 The command only reads the files of the run. The command writes a table, evaluation.md, and a plot, evaluation.png, to another
 folder. By default, the command evaluates the held-out text of the run. These settings select another text:
@@ -134,7 +134,7 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
 def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | None:
     """Return the settings of the evaluated corpus before `overrides` are applied.
 
-    If the evaluated text is a held-out fraction of the training text, return None.
+    Return None if the evaluated text is a held-out fraction of the training text.
     """
     if overrides.keys() & {"data.source", "data.path"}:
         kept = {name: getattr(data, name) for name in ("tokenizer", "eos_token", "special_tokens", "mask_documents")}

@@ -38,7 +38,7 @@ from ringattn.train.model.rope import longrope_scale
 from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# The tokenizer may also need these files, which are stored next to tokenizer.json.
+# The files next to tokenizer.json that the tokenizer may also need
 TOKENIZER_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("tokenizer.model", "chat_template.jinja", "chat_template.json"),
@@ -60,7 +60,7 @@ LEFT_OUT = (
     "*.tflite",
     "*.npz",
 )
-# Maps the settings that a run may change to the entries of config.json that contain them.
+# Maps each setting that a run may change to the entries of config.json with its value.
 ENTRIES = {
     "vocab_size": ("vocab_size",),
     "tie_embeddings": ("tie_word_embeddings",),
@@ -119,7 +119,6 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the model of a checkpoint to a folder.
 
     Args:
-        path: the checkpoint.
         folder: a new or empty folder, which is removed if writing fails.
         dtype: the dtype of the exported parameters.
 
@@ -213,7 +212,7 @@ def changed_files(published: Path, saved: Config, current: dict[str, Any], token
     written = files | {"config.json": config}
     for name, content in written.items():
         if not isinstance(tokenizer, JsonTokenizer):
-            written[name] = content | special  # The token ids of the published config.json belong to another tokenizer.
+            written[name] = content | special  # The published config.json contains token ids of another tokenizer.
         elif saved.data.eos_token is not None and content:
             written[name] = _with_stop_token(content, tokenizer.eos)
     return {name: content for name, content in written.items() if content != files[name]}

@@ -82,7 +82,7 @@ def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]
     """Yield the text of a prompt and of its continuation in pieces, as soon as the tokens are known.
 
     The text of a token may depend on earlier tokens, so all tokens are decoded after every new token. A character may consist
-    of several tokens. Before its last token, the text ends in the replacement character, which is not yielded.
+    of several tokens. The replacement character of an incomplete character is not yielded.
     """
     known, length = list(prompt), 0
     text = tokenizer.decode(known)

@@ -27,9 +27,9 @@ def resolve_settings(
     """Return the settings of a launch.
 
     A run that resumes has the settings of its checkpoint. A new run has the settings that Hydra has composed. A new run that
-    starts from a Hugging Face model has the `model` settings of this model. The command line has precedence: `optim.lr=1e-4`
-    sets one setting, and `optim=wsd` sets the whole group. An experiment replaces all settings except the number of steps. A
-    recipe replaces all settings except the number of steps and the sequence length.
+    starts from a Hugging Face model has the `model` settings of the Hugging Face model. The command line has precedence:
+    `optim.lr=1e-4` sets one setting, and `optim=wsd` sets the whole group. An experiment replaces all settings except the
+    number of steps. A recipe replaces all settings except the number of steps and the sequence length.
 
     Args:
         composed: the settings that Hydra has composed from the YAML files and the command line.

@@ -42,7 +42,7 @@ def show_messages(is_shown: bool = True) -> None:
 def exit_process(status: int) -> NoReturn:
     """Exit after the ranks have disconnected. Skip Python's cleanup, in which threads of gloo sometimes abort."""
     logging.shutdown()
-    with suppress(BrokenPipeError):  # The reader of the output may have exited.
+    with suppress(BrokenPipeError):  # The program that reads the output may have exited.
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status)
@@ -89,7 +89,7 @@ def describe_error(error: Exception) -> str:
 
 
 def nearest_setting(name: str | None) -> str | None:
-    """Return the setting that a user probably meant by an unknown name, or None."""
+    """Return the setting that a user probably meant by an unknown name, if any."""
     group, _, option = (name or "").rpartition(".")
     if other := get_close_matches(option, OTHER_NAMES, 1, cutoff=0.85):
         return OTHER_NAMES[other[0]]

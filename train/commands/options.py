@@ -26,9 +26,9 @@ class Model:
     """Describes the model that the option `run` selects.
 
     Attributes:
-        path: the checkpoint, or the folder in Hugging Face's format.
-        directory: the directory of the run of the checkpoint, or else `path`.
-        config: the settings with which the model was trained. Settings of the machine, such as the device, have their defaults.
+        path: the checkpoint, or a folder in Hugging Face's format.
+        directory: the directory of the checkpoint's run, or `path`.
+        config: the settings of the training. Settings of the machine, such as the device, have their defaults.
     """
 
     path: Path
@@ -61,7 +61,7 @@ def find_model(run: str) -> Model:
     """Find the model that the option `run` selects. All ranks call this function.
 
     Raises:
-        ConfigError: on every rank, if there is no such model, or if it cannot be read.
+        ConfigError: on every rank, if the model does not exist or cannot be read.
     """
     with sync_errors():
         found = _find_model(run) if dist.get_rank() == 0 else None
@@ -108,7 +108,7 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
         plot(folder / f"{name}.png")
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}; choose another folder with output=...") from error
-    finally:  # Print last, because the reader of the output may have exited.
+    finally:  # Print last, because the program that reads the output may have exited.
         print(table, end="", flush=True)
     print(f"{folder}/{name}.md and {folder}/{name}.png contain this table and its plot.", file=sys.stderr)
 

@@ -53,7 +53,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 # configs/recipe/gpu.yaml contains ${by_ranks:...}.
 OmegaConf.register_new_resolver("by_ranks", by_ranks, replace=True)
 
-# A rank that runs out of memory in a sweep creates this file in the directory of the job.
+# In a sweep, a file with this name in a job's directory shows that a rank ran out of memory.
 MEMORY_MARKER = "out_of_memory"
 
 startup.end_part("imports")
@@ -94,7 +94,7 @@ def run_as_rank_zero(launch: Launch) -> int:
     def check_jobs(directory: Path, params: Mapping[str, Any] | None) -> None:
         """`directory` is the directory of any job."""
         jobs.rejected, valid = dict[tuple[str, ...], Exception](), set[int]()
-        logging.disable(logging.INFO)  # Each job logs its choices when it starts.
+        logging.disable(logging.INFO)  # Every job logs its choices again at its start.
         try:
             for overrides in jobs_of_sweep(params):
                 job = Outcome(overrides, varied_settings(overrides, params))
@@ -145,7 +145,7 @@ def run_as_rank_zero(launch: Launch) -> int:
             elif is_sweep and outcome.result == OUT_OF_MEMORY and dist.get_world_size() == 1:
                 report_error(InsufficientMemory(f"{outcome.name} ran out of memory: {error}"))
             else:
-                # Hydra would catch the error and continue with the next job.
+                # Do not raise `error`, because Hydra would catch it and continue with the next job.
                 jobs.write_results()
                 terminate_on_error(launch.store, error)
         finally:
@@ -155,7 +155,7 @@ def run_as_rank_zero(launch: Launch) -> int:
     status = run_hydra(run_job)
     broadcast_object(None)
     if len(jobs.outcomes) > 1:
-        with suppress(BrokenPipeError):  # The reader of the output may have exited.
+        with suppress(BrokenPipeError):  # The program that reads the output may have exited.
             print(sweep_table(jobs.outcomes), flush=True)
     if jobs.directory is not None and all(outcome.result != "stopped" for outcome in jobs.outcomes):
         log_to_wandb(jobs.outcomes, jobs.directory)
@@ -192,7 +192,7 @@ def describe_failure(error: Exception, directory: Path) -> str:
 
 
 def check_earlier_attempt(directory: Path, attempt: int) -> None:
-    """Reject a job that ran out of memory in an earlier attempt of this launch."""
+    """Raise an error if the job ran out of memory in an earlier attempt of this launch."""
     marker = directory / MEMORY_MARKER
     if attempt == 1:
         marker.unlink(missing_ok=True)
@@ -224,7 +224,7 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     except OSError as error:  # Hydra could not write the directory of the run.
         report_error(ConfigError(f"the run's directory cannot be written: {error}; check the disk, or choose another name"))
         return 1
-    except Exception as error:  # Hydra raises errors of various types if it cannot use the command line.
+    except Exception as error:  # If Hydra cannot use the command line, it raises errors of various types.
         report_error(ConfigError(f"Hydra cannot use the command line: {error}; see --help and --hydra-help"))
         return 1
     except SystemExit as request:  # Hydra raises SystemExit for --help, --cfg and unknown flags. TrainingStopped ends a sweep.

@@ -23,8 +23,7 @@ def evaluate_lengths(run: InferenceRun, lengths: list[int], show_bar: bool = Fal
     """Compute the loss of the same target tokens at several lengths. All ranks call this function and return the same losses.
 
     Args:
-        run: the run.
-        lengths: the lengths in tokens, in ascending order, and at most `data.seq_len`.
+        lengths: in tokens, in ascending order, and at most `data.seq_len`.
         show_bar: whether rank 0 shows a progress bar, or logs the progress of a long evaluation.
 
     Raises:

@@ -71,7 +71,6 @@ def count_correct(hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int)
         hidden: (B, N, dim).
         head: (V, dim). Rows from `vocab_size` on are padding.
         labels: int64 (B, N), the next tokens, or IGNORE for tokens that are not answers.
-        vocab_size: the number of tokens of the tokenizer.
     """
     is_answer = labels != IGNORE
     head = head[:vocab_size].float()

@@ -14,7 +14,7 @@ from ringattn import KVCache
 from ringattn.train.inference.layer_cache import Place, decode, places
 from ringattn.train.model.gpt import GPT, Finish
 
-# The copy of the weights may use at most this fraction of the free GPU memory.
+# The largest fraction of the free GPU memory for the copy of the weights
 MAX_FRACTION = 0.8
 
 
@@ -22,9 +22,8 @@ class TokenStep:
     """Runs one token through the model and appends its keys and values to the caches.
 
     Args:
-        model: the model, with unsharded parameters.
-        caches: one local cache per layer (`layer_cache`), with the tokens of the prompt.
-        finish: a function that maps the last hidden states to the result, as in `GPT.forward`.
+        model: its parameters are not sharded.
+        finish: maps the last hidden states to the result, as in `GPT.forward`.
         backend: the attention kernels, as in `decode_attention`.
     """
 
@@ -47,8 +46,8 @@ class TokenStep:
         return self.result
 
     def capture(self, position: int) -> None:
-        """Capture the step in a CUDA graph. The capture fills the caches at `position`, the position of the next token."""
-        # The first run compiles the kernels, which a capture cannot do. The default stream cannot be captured.
+        """Capture the step in a CUDA graph. The capture overwrites the caches at `position`, the position of the next token."""
+        # Run the step once, because kernels cannot be compiled during a capture. The default stream cannot be captured.
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -60,7 +59,7 @@ class TokenStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _run(self) -> Tensor:
-        # Local caches of equal size store a token in the same row. Therefore compute the row only once per step.
+        # Local caches of equal size store a token in the same row, so compute the row once per step.
         place = places(self.caches, self.position)
         attend = [partial(self._attend, cache=cache, place=place[cache.capacity]) for cache in self.caches]
         return self.model(self.token, self.position, attend, self.finish)

@@ -33,7 +33,7 @@ from ringattn.train.setup import Run, machine_of
 
 log = logging.getLogger(__name__)
 
-# The root folder of the repository. An installed package has no .git in this folder.
+# The root folder of the repository, which in an installed package has no .git.
 ROOT = Path(__file__).resolve().parents[2]
 
 

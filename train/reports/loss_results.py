@@ -1,6 +1,6 @@
 """Show the losses of the same target tokens at several sequence lengths as metrics, a table and a plot.
 
-The error of a loss is half the width of its 95% interval, from a bootstrap over documents.
+The error of a loss is half the width of a 95% interval, from a bootstrap over documents.
 """
 
 from collections.abc import Mapping
@@ -18,19 +18,12 @@ NUM_DRAWS = 1000
 
 @dataclass(frozen=True)
 class Losses:
-    """Holds the losses of the target tokens at each length.
+    """Holds the losses of the target tokens at each length."""
 
-    Attributes:
-        lengths: the L lengths in tokens, ascending.
-        tokens: (D,), the number of target tokens of each document.
-        sums: (L, D) float64, the summed loss of each document in nats.
-        checksum: a checksum of the target tokens.
-    """
-
-    lengths: list[int]
-    tokens: np.ndarray
-    sums: np.ndarray
-    checksum: int
+    lengths: list[int]  # the L lengths in tokens, ascending
+    tokens: np.ndarray  # (D,), the number of target tokens of each document
+    sums: np.ndarray  # (L, D) float64, the summed loss of each document in nats
+    checksum: int  # a checksum of the target tokens
 
     @property
     def means(self) -> np.ndarray:
@@ -54,7 +47,7 @@ def to_metrics(losses: Losses) -> dict[str, float]:
     """Return the losses as metrics.
 
     Returns:
-        The entries `eval_loss` and `eval_loss_error` are the loss at the longest length and its error. The entry
+        The entry `eval_loss` is the loss at the longest length, and `eval_loss_error` is the error of this loss. The entry
         `eval_loss_at/LENGTH` is the loss at a length. The entry `eval_difference_error/LENGTH` is the error of the difference
         between the losses at LENGTH and at the shortest length. The entry `eval_target_tokens` is the number of target tokens,
         and `eval_targets` is their checksum. Unknown errors are left out.

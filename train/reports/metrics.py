@@ -37,7 +37,7 @@ CONSOLE_FORMATS = {
     "peak_memory_gib": "{:.2f} GiB",
 }
 
-# By default, the console shows the first steps of a launch, and then at most one per interval.
+# By default, the console shows the first steps of a launch, and then at most one step per interval.
 FIRST_STEPS = 3
 CONSOLE_INTERVAL_S = 5.0
 
@@ -56,7 +56,7 @@ class Recorder:
         """Open metrics.jsonl, and remove the records of steps after `done`.
 
         Args:
-            done: the number of completed steps, or math.inf.
+            done: the completed steps, or math.inf.
             peak_flops: the peak FLOP/s of one device, or None to omit the MFU.
             wandb_run: the W&B run, which also receives all records. The caller closes the W&B run.
         """
@@ -79,9 +79,8 @@ class Recorder:
         """Record one step, counted from 1.
 
         Args:
-            tokens: the tokens of the step on all ranks.
-            seconds: the duration of the step.
-            flops: the model FLOPs of the step on all ranks.
+            tokens: the tokens of all ranks.
+            flops: the model FLOPs of all ranks.
             show: whether the console may show the step now, before `extend` is called.
             values: all other metrics. The plot shows the losses over `total_tokens`, the number of consumed tokens.
         """
@@ -99,7 +98,7 @@ class Recorder:
         self._log_to_wandb(self._latest)
 
     def extend(self, step: int, **values: float) -> None:
-        """Add metrics to the record of `step`, which must be the latest one."""
+        """Add metrics to the record of `step`, which must be the latest step."""
         if not self._is_active:
             return
         # Use a single write, so that a kill never leaves an incomplete line.
@@ -151,7 +150,7 @@ class Recorder:
             known.append(f"{name} {record[f'tokens/{name}']:,} tokens ({record[f'epochs/{name}']:.2f} epochs)")
         step = f"step {record['step']:>{len(str(self._steps))}}/{self._steps}"
         if self._seconds:  # This launch has taken a step.
-            # The first step is slow, which does not affect the median.
+            # Use the median, because the first step is slow.
             remaining = (self._steps - record["step"]) * statistics.median(self._seconds)
             known.append(f"ETA {timedelta(seconds=round(remaining))}")
         return "  ".join([step, *known])
@@ -178,7 +177,7 @@ def _to_json(record: dict[str, float]) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of a file. Other processes see either the old or the complete new content."""
+    """Replace the content of a file. Other processes see either the old content or the complete new content."""
     temporary = replace_link(path.with_suffix(".tmp"))
     with open(temporary, "w") as file:
         file.write(text)

@@ -24,9 +24,9 @@ def packing_facts(data: Text, mask_documents: bool) -> dict[str, float]:
 
     Returns:
         The entries `documents`, `median_length` and `longest` (tokens) describe whole documents. The entry `cut_documents` is
-        the fraction of documents that are divided among sequences. The entry `tokens_after_cut` is the fraction of tokens in a
-        sequence without the beginning of their document. The entry `context` is the mean number of earlier tokens to which a
-        token can attend without a window.
+        the fraction of documents that are divided among sequences. The entry `tokens_after_cut` is the fraction of tokens whose
+        sequence does not contain the beginning of their document. The entry `context` is the mean number of earlier tokens to
+        which a token can attend without a window.
     """
     sizes, begins = data.parts
     context = float((sizes * (sizes - 1)).sum()) / 2 / int(sizes.sum()) if mask_documents else (data.seq_len - 1) / 2

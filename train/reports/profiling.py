@@ -14,10 +14,10 @@ from ringattn.train.settings.config import TrainerConfig
 
 log = logging.getLogger(__name__)
 
-# The functions that record the memory of a GPU are documented by PyTorch, but private.
+# PyTorch documents the functions that record the memory of a GPU, but their names are private.
 _memory: Any = torch.cuda.memory
 
-# With `trainer.profile=true`, these steps of a launch are profiled.
+# The first and the last profiled step of a launch with `trainer.profile=true`
 DEFAULT_STEPS = 3, 5
 # The number of latest allocations in a memory snapshot
 MAX_MEMORY_EVENTS = 200_000
@@ -45,7 +45,7 @@ class Profiler:
 
     @contextmanager
     def profile_step(self, step: int) -> Generator[None]:
-        """Profile the work in this context if `step` is profiled. Write the files after the last profiled step."""
+        """Profile the work in the `with` block if `step` is a profiled step. Write the files after the last profiled step."""
         if step not in self._steps:
             yield
             return

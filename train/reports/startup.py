@@ -13,7 +13,7 @@ _compiled_before = 0.0  # the seconds that torch.compile took before the current
 
 
 def begin_job() -> None:
-    """Begin to measure the startup time of a job. The startup time of the first job includes the launch."""
+    """Begin to measure the startup time of a job. The startup time of a launch's first job includes the launch."""
     global _latest, _num_jobs, _compiled_before
     if _num_jobs > 0:
         _parts.clear()

@@ -44,9 +44,9 @@ def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> 
     """Write the loss plot and the summary of a run. Every rank returns the summary.
 
     Args:
-        run: a run that has taken all its steps.
-        done: the number of steps of earlier launches.
-        wandb_run: the W&B run, which also receives the plot and the summary.
+        run: has taken all its steps.
+        done: the steps of earlier launches.
+        wandb_run: also receives the plot and the summary.
     """
     summary = None
     if dist.get_rank() == 0:
@@ -79,7 +79,7 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
     The loss of a step depends on its text. Therefore `final_loss` is the mean over the last tenth of all steps,
     `final_loss_steps`. Lengths are strings, as in JSON. The docstrings of `loss_results.to_metrics`,
     `recall_results.to_metrics` and `startup.seconds` describe further entries. Rates are computed from the median step after
-    step `done`. The first of these steps is left out, because it includes the warm-up.
+    step `done` + 1, which includes the warm-up.
     """
     steps = run.config.trainer.steps
     recent = [record for record in records if record["step"] > done]
@@ -121,7 +121,7 @@ def _describe(name: str, summary: dict[str, Any]) -> str:
 
 
 def complete_summary(run: Run, directory: Path) -> dict[str, Any] | None:
-    """Return the summary of a run that has no steps left, or None if no launch has written it.
+    """Return the summary of a run that has no steps left, or None if no launch has written a summary.
 
     Raises:
         ConfigError: on every rank, if summary.json is damaged, or the checkpoint has completed all steps of the run.

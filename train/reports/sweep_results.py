@@ -33,19 +33,12 @@ COLUMNS = {
 
 @dataclass
 class Outcome:
-    """Holds a job of a sweep, and its result.
-
-    Attributes:
-        overrides: the overrides of the job.
-        varied: the settings that the sweep varies, and their values in this job.
-        result: the summary of the job, or "failed", "stopped" or "out of memory".
-        config: the settings of the job; None if they are invalid.
-    """
+    """Holds a job of a sweep, and its result."""
 
     overrides: list[str]
-    varied: dict[str, str] = field(default_factory=dict)
-    result: dict[str, Any] | str = "failed"
-    config: Config | None = None
+    varied: dict[str, str] = field(default_factory=dict)  # the settings that the sweep varies, and their values in this job
+    result: dict[str, Any] | str = "failed"  # the summary of the job, or "failed", "stopped" or "out of memory"
+    config: Config | None = None  # the settings of the job; None if they are invalid
 
     @property
     def name(self) -> str:

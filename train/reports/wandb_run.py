@@ -1,7 +1,7 @@
 """Record a run in Weights & Biases (W&B): its settings, metrics, tables, images and summary.
 
 Each training run has a single W&B run. The file wandb_id contains the id of the W&B run. A launch without a network connection
-writes a folder wandb/offline-run-*. The function `sync_command` returns the command that uploads this folder.
+writes a folder wandb/offline-run-*. The function `sync_command` returns the command that uploads the folder.
 """
 
 import logging
@@ -33,15 +33,15 @@ USER_DATA_DIRECTORY = os.environ.get("WANDB_DATA_DIR")
 class WandbRun:
     """Records a training run in W&B.
 
-    If W&B is off, after an error of W&B, and on ranks other than 0, the methods do nothing.
+    The methods do nothing if W&B is off, after an error of W&B, or on ranks other than 0.
     """
 
     def __init__(self, config: Config, directory: Path, facts: dict[str, Any] | None = None) -> None:
         """Start the W&B run, or continue it if an earlier launch has started it.
 
         Args:
-            config: the settings of the run, which become the config of the W&B run.
-            facts: further properties of the run, which the config contains under the key "run".
+            config: becomes the config of the W&B run.
+            facts: further properties, which the config contains under the key "run".
 
         Raises:
             ConfigError: on rank 0, if `logger.wandb` is "online" but the user is not logged in.
@@ -93,7 +93,7 @@ class WandbRun:
 
     def _log_media(self, name: str, step: int, kind: str, *arguments: Any, **options: Any) -> None:
         def log_object(run: Any) -> None:
-            import wandb  # Importing wandb is slow, so it is not imported if W&B is off.
+            import wandb  # Import wandb only if W&B is on, because the import is slow.
 
             run.log({"step": step, name: getattr(wandb, kind)(*arguments, **options)})
 
@@ -143,7 +143,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
         try:
             # Offline runs also store `resume`, so `wandb sync` appends the rows of this launch to earlier rows.
             run = wandb.init(dir=directory, mode=mode, resume="allow", settings=settings, **_options(config, directory, facts))
-            # If W&B counted the steps itself, it would drop steps that a resumed run records again.
+            # W&B's own step counter would drop steps that a resumed run records again.
             run.define_metric("step")
             run.define_metric("*", step_metric="step")
             log.info(f"{'W&B':<12}{mode}, " + str(run.url if mode == "online" else directory / "wandb"))
@@ -156,7 +156,7 @@ def _start(config: Config, directory: Path, facts: dict[str, Any]) -> tuple[Any,
 
 def _options(config: Config, directory: Path, facts: dict[str, Any]) -> dict[str, Any]:
     name, group = config.name, None
-    if is_job_of_sweep(directory):  # All jobs of a sweep have the same name, and they form a group.
+    if is_job_of_sweep(directory):  # All jobs of a sweep have the same name and form a group.
         name, group = f"{config.name}/{directory.name}", config.name
     project = project_name(config)
     return dict(project=project, name=name, group=group, id=run_id(directory), config=asdict(config) | {"run": facts})

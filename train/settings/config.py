@@ -116,10 +116,10 @@ class ModelConfig(Frozen):
     local_rope_theta: float | None = None
     # The fraction of each head's dimensions that rotary embeddings rotate. The first dimensions are rotated.
     rotary_fraction: float = 1.0
-    # Low rotary frequencies are divided by this factor, which extends a model to longer sequences. All values of `rope_scaling`
-    # except "linear" also require `rope_trained_len`. If None, frequencies stay unchanged.
+    # The factor that divides low rotary frequencies, to extend a model to longer sequences. All values of `rope_scaling` except
+    # "linear" also require `rope_trained_len`. If None, frequencies stay unchanged.
     rope_factor: float | None = None
-    # The sequence length before the model was extended. Set this length only together with `rope_factor`.
+    # The sequence length before the model was extended. Only valid together with `rope_factor`.
     rope_trained_len: int | None = None
     # The way in which `rope_factor` changes rotary frequencies: "linear" (divides all), "llama3" or "yarn" (also sharpens the
     # softmax of attention). "yarn-exact" is yarn without rounding, as in gpt-oss. "longrope" uses `rope_factors`.
@@ -159,7 +159,7 @@ class ModelConfig(Frozen):
     logit_scale: float = 1.0
     # Whether the embedding and the output head share one matrix.
     tie_embeddings: bool = True
-    # The number of tokens to which a token attends, namely itself and the tokens directly before it. None: all earlier tokens.
+    # The number of tokens to which a token attends: itself and the tokens directly before it. None: all earlier tokens.
     window: int | None = None
     # The attention of each layer, as a list such as [sliding,sliding,full]. The list repeats for further layers. "sliding" uses
     # `window`, and "full" does not. "sliding-nope" and "full-nope" have no rotary embedding. None: all layers have `window`.
@@ -345,9 +345,9 @@ class ParallelConfig(Frozen):
     mesh: str = "sizes"
     # The number of ranks that share one sequence, which must divide the number of all ranks. None: all ranks.
     ring: int | None = None
-    # The number of ranks that exchange heads in one all-to-all. Rings connect groups of this size, so a larger number means
-    # fewer hops. The value 0 selects the largest number that divides both the ranks of a sequence and the query heads. None
-    # selects the size with the shortest predicted step.
+    # The number of ranks that exchange heads in one all-to-all. A larger number means shorter rings, with fewer hops. The value
+    # 0 selects the largest number that divides both the ranks of a sequence and the query heads. None selects the size with the
+    # shortest predicted step.
     ulysses: int | None = 1
     # The assignment of tokens to ranks: "contiguous", "zigzag", "striped" or "auto". In every step, "auto" selects the layout
     # with the least work for the busiest rank.
@@ -355,13 +355,13 @@ class ParallelConfig(Frozen):
     # The tensors that circulate on the ring: "state" (queries and partial softmax states), "kv" (keys and values) or "auto".
     # The value "auto" selects "state" if the predicted gain is at least 3%. On CPUs, "auto" selects "state".
     schedule: str = "auto"
-    # The route of the circulating tensors: "relay" (from neighbour to neighbour, over NCCL or gloo), "direct" (to the rank that
-    # needs them) or "auto". If all ranks are in one host, "auto" selects "direct".
+    # The route of the circulating tensors. With "relay", neighbours pass tensors on, over NCCL or gloo. With "direct", each
+    # tensor goes to the rank that needs it. Inside one host, "auto" selects "direct".
     route: str = "auto"
     # The attention kernels: "hopper", "triton", "blockwise", "reference" or "auto". The value "auto" selects the fastest
     # kernels that support the device and the shapes.
     kernel: str = "auto"
-    # The timeout of a collective in seconds. RINGATTN_TIMEOUT overrides this timeout for the hops of a ring.
+    # The timeout of a collective in seconds. For hops of a ring, RINGATTN_TIMEOUT overrides this setting.
     timeout_s: int = 600
 
 
@@ -374,9 +374,9 @@ class MemoryConfig(Frozen):
     # attention results of all blocks except the last are in host memory. "offload-inputs" is "recompute-all" with the inputs in
     # host memory. "auto" selects the fastest combination that fits, which may differ between blocks.
     activations: str = "auto"
-    # The storage of the blocks' fp32 weights, gradients and AdamW state. "keep" uses GPU memory. "offload" uses host memory,
-    # and the CPU updates the blocks during the next forward pass. "auto" offloads the number of blocks that makes the step
-    # fastest.
+    # The storage of the blocks' fp32 weights, gradients and AdamW state. The value "keep" uses GPU memory. With "offload", the
+    # state is in host memory, and the CPU updates the blocks during the next forward pass. The value "auto" offloads the number
+    # of blocks that makes the step fastest.
     optimizer: str = "auto"
     # The storage of AdamW's two moments: "fp32" or "8bit". With "8bit", the moments of matrices have 8 bits per element
     # (torchao), which needs a quarter of the memory. Moments in 8 bits stay in GPU memory.
@@ -399,7 +399,7 @@ class OptimConfig(Frozen):
     eps: float = 1e-8
     # The weight decay of matrices. Biases and the weights of norms have no weight decay.
     weight_decay: float = 0.1
-    # The largest global norm of the gradients. Larger gradients are scaled to this norm. None: no clipping.
+    # The largest global norm of the gradients. Gradients with a larger norm are scaled down. None: no clipping.
     clip: float | None = 1.0
     # The learning rate after the warmup: "cosine", or "wsd" (warmup, stable, decay).
     schedule: str = "cosine"
@@ -464,8 +464,8 @@ class TrainerConfig(Frozen):
     keep_checkpoints: int = 2
     # The number of steps between two evaluations on the held-out text. 0: only one evaluation, at the end.
     eval_every: int = 500
-    # The number of target tokens, which are held-out tokens for which an evaluation computes the loss. The target tokens are
-    # spread over the text, and do not depend on `data.seq_len`. If the text has fewer tokens, all tokens are target tokens.
+    # The number of target tokens: the held-out tokens whose loss an evaluation computes. The target tokens are spread over the
+    # text, and do not depend on `data.seq_len`. If the text has fewer tokens, all tokens are target tokens.
     eval_tokens: int = 8_192
     # The number of seconds after the launch of torchrun until the run stops with a checkpoint. The run completes its current
     # step, but interrupts an evaluation or a step of several micro-steps. None: no limit.
@@ -552,7 +552,7 @@ GROUPS = tuple(group.name for group in fields(Config) if group.name != "name")
 # The names of all settings, such as "trainer.steps".
 SETTINGS = tuple(f"{group}.{setting}" for group in GROUPS for setting in vars(getattr(Config(), group)))
 
-# A run may change these model settings of its initial weights.
+# The model settings in which a run may differ from its initial weights
 MAY_DIFFER = {
     "rope_theta",
     "rope_factor",
@@ -603,8 +603,8 @@ CHOICES = {
     "logger.wandb": ("auto", "online", "offline", "off"),
 }
 
-# The smallest and the largest valid value of each numeric setting that is not None. Values above these limits are unrealistic
-# or would overflow.
+# The smallest and the largest valid value of each numeric setting that is not None. Larger values are unrealistic or would
+# overflow.
 RANGES = {
     "model.vocab_size": (1, 2**30),
     "model.layers": (1, 4096),
@@ -936,7 +936,7 @@ def _check_mixture(config: Config) -> Iterator[str]:
             yield f"data.mix: {name}: weight={source.weight}: must be at least {MIN_SHARE} of the sum of the weights, {total}"
         if source.source in ("mix", "recall"):
             yield f"data.mix: {name}: source={source.source} is impossible in a mixture: choose another source"
-        # Do not report shared settings as unused.
+        # Do not report settings that all sources share as unused.
         shared = {
             f"data.{each}": getattr(DataConfig, each) for each in ("max_document_mb", "exhausted", "on_error", "num_proc")
         }

@@ -46,5 +46,5 @@ def common_settings(settings: DictConfig) -> str:
         value = as_yaml(OmegaConf.select(settings, name))
         first_sentence = texts[option].partition(". ")[0].rstrip(".")
         lines.append(f"{f'{name}={value}':<30}{first_sentence}.")
-    # Hydra substitutes names after a dollar sign.
+    # Hydra would substitute names after a dollar sign.
     return "\n".join(lines).replace("$", "$$")

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 
 from ringattn.train.settings.config import Config, ConfigError
 
-# File systems limit names to 255 bytes, and some files have the name of a run and a suffix.
+# File systems limit names to 255 bytes, and some file names are a run's name with a suffix.
 MAX_NAME_BYTES = 200
 
 # The settings that are paths.
@@ -40,7 +40,7 @@ def _quote_path(argument: str, is_sweep: bool) -> str:
     def quote(path: str) -> str:
         with suppress(HydraException):
             if OverridesParser.create().parse_override(f"{name}={path}").value() == path:
-                return path  # Quotes would become part of the directory names of a sweep's jobs.
+                return path  # In a sweep, quotes would become part of the directory names of jobs.
         return '"' + path.replace('"', '\\"') + '"' if "=" in path or exists(path) else path
 
     return f"{name}={','.join(map(quote, value.split(',') if is_sweep and not exists(value) else [value]))}"

@@ -44,7 +44,7 @@ def given_names(overrides: Iterable[str]) -> set[str]:
         if isinstance(value, dict):  # An override such as `trainer={steps:5}` sets several settings of a group.
             names |= {f"{override.key_or_group}.{name}" for name in value}
         elif override.key_or_group != "experiment" or value is not None:
-            # If a setting is a list, the command line may set a single element of it.
+            # The command line may set a single element of a setting that is a list.
             names.add(".".join(override.key_or_group.split(".")[:2]))
     return names
 
@@ -55,8 +55,8 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
     Args:
         composed: the settings from Hydra.
         saved: the settings of the checkpoint.
-        given: the groups and settings that the command line sets, by name.
-        is_own: True if the checkpoint belongs to this run, False if this run branches from another run.
+        given: the names of groups and settings on the command line.
+        is_own: False if this run branches from another run.
     """
     base = composed if given & {"experiment", "recipe"} else saved
     config = replace(base, **{group: getattr(composed, group) for group in GROUPS if group in given})
@@ -68,9 +68,9 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
     config = with_settings(config, _values_of(composed, {"name", "trainer.resume"} | given.intersection(SETTINGS)))
     kept = ["trainer.steps", "trainer.total_tokens"] if not given & {"trainer.steps", "trainer.total_tokens"} else []
     if not given & {"data.seq_len", "experiment"}:
-        # The length that a recipe sets depends on the number of ranks, which may have changed.
+        # A recipe's sequence length depends on the number of ranks, which may have changed.
         kept.append("data.seq_len")
-    # The saved position is valid only if the data has the same order.
+    # The saved position in the data is valid only in the same order of the data.
     kept += {"data.group_size", "data.eval_fraction"} - given
     if not sets_tokenizer(composed, given):
         kept += ["data.tokenizer", *({"data.eos_token", "data.special_tokens"} - given)]
@@ -80,7 +80,7 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
             values[f"trainer.{source}"] = None
     if config.parallel.mesh == "fastest" and given & {"parallel.ring", "parallel.ulysses"}:
         values |= _values_of(composed, ["parallel.mesh", "parallel.ring", "parallel.ulysses"])
-    # A run that branches from another run loads a checkpoint, and not the other run's initial weights.
+    # A run that branches from another run loads a checkpoint, so it ignores the other run's initial weights.
     values["trainer.init_from"] = composed.trainer.init_from or (saved.trainer.init_from if is_own else None)
     return replace(with_settings(config, values), model=_override_model(saved.model, composed.model, given))
 
@@ -105,8 +105,8 @@ def _override_model(model: ModelConfig, composed: ModelConfig, given: set[str]) 
     overrides = dict[str, Any]()
     for field in fields(ModelConfig):
         value = getattr(composed, field.name)
-        # With model=8b, all sizes come from configs/model/8b.yaml or have their defaults. Other settings that the file leaves
-        # out stay as in the existing model.
+        # With model=8b, all sizes come from configs/model/8b.yaml or have their defaults. Other settings that
+        # configs/model/8b.yaml leaves out stay as in the existing model.
         is_size = value is not None and field.name not in MAY_DIFFER
         is_chosen = (value != field.default and given & {"model", "experiment"}) or (is_size and "model" in given)
         if is_chosen or f"model.{field.name}" in given:
