@@ -17,8 +17,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 TOLERANCE = {"out": 2, "dq": 8, "dk": 4, "dv": 2}
 # The largest accepted error of an lse. For all 16-bit inputs, the lse is computed in fp32.
 LSE_TOLERANCE = 1e-5
-# The largest accepted error for fp32 inputs. The limit allows for rounding errors of sums over about 2,000 keys. If a kernel
-# left out a single key, the error would be 2e-2.
+# The largest accepted error for fp32 inputs. The limit allows rounding errors of sums over about 2,000 keys. A kernel that
+# leaves out a single key has an error of 2e-2.
 FP32_TOLERANCE = 5e-5
 
 GROUP = 64  # the number of rows that `group_error` measures together
@@ -83,8 +83,8 @@ def row_error(actual: Tensor, expected: Tensor) -> float:
     as infinity.
     """
     scale = expected.abs().amax(-1)
-    # For a sequence of one token, dq and dk are zero. Therefore errors of dq and dk are compared with the inputs, whose scale
-    # is 1.
+    # For a sequence of one token, dq and dk are zero. Therefore errors of dq and dk are relative to the inputs, whose scale is
+    # 1.
     scale = scale.clamp(min=1.0 if len(scale[0]) == 1 else 0.1 * scale.max().item())
     return ((actual.double() - expected).abs().amax(-1) / scale).nan_to_num(nan=float("inf")).max().item()
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[1]
-# Benchmarks write their results to this folder, which git ignores.
+# The folder for the results of benchmarks, which git ignores
 RESULTS = ROOT / "outputs" / "benchmarks"
 
 

@@ -53,10 +53,10 @@ class Case:
 
     @cached_property
     def documents(self) -> list[int] | None:
-        """The lengths of the packed documents. The lengths are drawn log-uniformly, and are the same in every run.
+        """The lengths of the packed documents. The document lengths are drawn log-uniformly, and are the same in every run.
 
-        For cases of the kind "documents", lengths are between 1 and the length of the sequence. For "short documents", lengths
-        are between 1/256 and 1/2 of the sequence.
+        The lengths of "documents" are between 1 and the length of the sequence. The lengths of "short documents" are between
+        1/256 and 1/2 of the sequence.
         """
         if "documents" not in self.kind:
             return None

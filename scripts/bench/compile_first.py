@@ -21,7 +21,7 @@ MAX_LENGTH = 16384  # the kernels of longer sequences are the same
 
 
 def use_disk_cache() -> None:
-    """Enable the disk cache of flash-attn-4. Call this function before the library is imported.
+    """Enable the disk cache of flash-attn-4. Call this function before the import of the library.
 
     The variable FLASH_ATTENTION_CUTE_DSL_CACHE_DIR sets its folder.
     """

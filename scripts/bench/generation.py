@@ -128,9 +128,7 @@ def measure(config: ModelConfig, context: int, num_tokens: int, device: torch.de
     """Return the speed of each implementation, or the error with which it failed.
 
     Args:
-        config: the model.
         context: the number of tokens in the caches before the first new token.
-        num_tokens: the number of new tokens that are timed.
     """
     variants = {
         "ringattn": lambda: time_ringattn(config, context, num_tokens, device),

@@ -1,9 +1,9 @@
-"""Compare the forward time of a hop of the state ring with the same hop of the KV ring.
+"""Compare the forward time of a hop between the state ring and the KV ring.
 
     python -m scripts.bench.hops --queries 16384 4096
 
 A CUDA device is required. The times contain attention and the merge of states, but no transfer of data. Inputs are bf16, with B
-= 1, 16 heads and head dim 128. In each hop, all queries attend to another block of keys. A block has as many keys as queries.
+= 1, 16 heads and head dim 128. In each hop, all queries attend to another block of keys, with as many keys as queries.
 
 - In a hop of the KV ring, the attention kernel merges its result into the state of the resident queries.
 - In a hop of the state ring, the attention kernel writes a new state, and a second kernel merges both states. In the row "eager

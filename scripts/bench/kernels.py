@@ -26,10 +26,10 @@ correct.
 - `decode` runs `scripts.bench.decode`, which writes its own report to the folder decode in --output. This suite runs only if
   --suite names it.
 
-The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`, and `fp8` is ringattn with
-precision="fp8". The implementation `fp8-rounded` is the forward of `fp8` on inputs that are already rounded. The implementation
-`sinks` is ringattn with learned sinks that are too small to change the results. The implementations `deterministic`, `fp8`,
-`fp8-rounded` and `sinks` are measured only if --peers names them.
+The implementation `deterministic` is ringattn under `torch.use_deterministic_algorithms(True)`. The implementation `fp8` is
+ringattn with precision="fp8". The implementation `fp8-rounded` is the forward of `fp8` on inputs that are already rounded. The
+implementation `sinks` is ringattn with learned sinks that are too small to change the results. The implementations
+`deterministic`, `fp8`, `fp8-rounded` and `sinks` are measured only if --peers names them.
 
 The library flash-attn-4 compiles for about 10 s per case. With --compile-workers, several processes first compile the kernels
 of all cases, as `scripts.bench.compile_first` explains.
@@ -74,7 +74,7 @@ MEMORY_LENGTHS = (16384, 65536, 131072, 262144)
 FRACTIONS = (1.0, 0.75, 0.5, 0.25, 0.125)  # the fractions of blocks that a block-sparse mask keeps
 WARMUP_SECONDS = 0.2
 WINDOWS = (128, 512, 1024, 4096)
-# suite "windows": (head dim, query heads, key heads, windows). The first shape belongs to gpt-oss 20B, the last to Gemma 3 4B.
+# suite "windows": (head dim, query heads, key heads, windows). The first shape is of gpt-oss 20B, the last of Gemma 3 4B.
 WINDOW_LAYERS = ((64, 64, 8, (128, 512, 1024)), (128, 16, 16, (128, 512, 1024)), (256, 8, 4, (1024,)))
 # suite "head-dims": (head dim of q and k, head dim of v, query heads, key heads)
 WIDE_CASES = ((256, None, 8, None), (192, 128, 16, None), (192, 128, 32, 8), (96, None, 16, None), (96, None, 32, 8))
@@ -177,7 +177,7 @@ def check(
 
     Returns:
         (found, calls), two dicts with the keys "forward" and "backward". The dict `found` contains the results of `check_call`,
-        or an error. The dict `calls` contains only calls with correct results.
+        or an error. The dict `calls` contains the calls with correct results.
     """
     *inputs, dout = tensors
     found: dict[str, dict[str, Any]] = {}

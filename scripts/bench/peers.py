@@ -1,8 +1,8 @@
 """Several implementations of attention with a common interface, so that a benchmark can compare them.
 
 Each implementation is a function `prepare(case, device)`. This function returns attend(q, k, v) -> out for tensors of (1, N, H,
-D). The function `attend` supports autograd. The function `prepare` raises `Unsupported` if the implementation cannot express
-the mask of the case.
+D). The function `attend` supports autograd. If the implementation cannot express the mask of the case, `prepare` raises
+`Unsupported`.
 """
 
 import importlib
@@ -86,8 +86,8 @@ class _WithoutBackward(torch.autograd.Function):
 
 @contextmanager
 def deterministic() -> Generator[None]:
-    """Return a context manager that enables deterministic algorithms. Filling new tensors with NaN is disabled, because it
-    takes time.
+    """Return a context manager that enables deterministic algorithms. Do not fill new tensors with NaN, because filling takes
+    time.
     """
     settings: Any = torch.utils.deterministic
     fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False

@@ -3,12 +3,11 @@
     python -m scripts.bench.planning
 
 No GPU is required. The script plans both passes of one rank for a new random mask, as every training step does. Planning has
-four parts: the layout, the schedules, the intervals of all local steps, and the work tiles of the Hopper kernels. The work
-tiles are for 16 heads with head dim 128 and 132 SMs. The table contains medians of the CPU time, because other processes may
-slow down the machine.
+four parts: layouts, schedules, intervals of local steps, and work tiles of the Hopper kernels. The work tiles are for 16 heads
+with head dim 128 and 132 SMs. The table contains medians of the CPU time, because other processes may slow down the machine.
 
 The script prints a table and writes its rows as JSON. With --earlier and the JSON file of another commit, the table also
-contains the times of the other commit.
+contains the times of that commit.
 """
 
 import argparse
@@ -40,7 +39,7 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Each seed has a different window, longer than the sequence, so that no plan comes from a cache."""
+    """Return a mask. Its window exceeds the sequence, and differs for each seed, so that no plan comes from a cache."""
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]
     return Mask.causal(window=seq_len + seed, documents=lengths)

@@ -5,7 +5,7 @@
 
 The text is the source code of the installed packages as JSON lines, with log-normal document lengths. A BPE tokenizer with
 --vocabulary tokens is trained on the text. The text is tokenised once into bytes and once with the BPE tokenizer. For
-`datasets.map`, the script loads the same file with `load_dataset` and encodes batches of 1,000 documents.
+`datasets.map`, the script loads the file with `load_dataset` and encodes batches of 1,000 documents.
 
 Times include the start of the processes. Memory is the peak of the summed proportional set sizes of all processes. The
 proportional set size counts shared memory once, and leaves out the page cache. The column "opened" contains the time in which a

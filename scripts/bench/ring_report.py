@@ -4,8 +4,8 @@
     python -m scripts.bench.ring_report outputs/benchmarks/ring --join short/ring.json long/ring.json
 
 The command writes README.md, and lengths.png if causal attention was measured at several lengths. With --join, the command
-first joins the rows of several files from one machine to one file ring.json. Each case must occur in only one file, because
-ratios are computed within a run.
+first joins the rows of several files from one machine in a new ring.json. Each case must occur in only one file, because ratios
+are computed within a run.
 """
 
 import json

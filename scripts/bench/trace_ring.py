@@ -5,7 +5,8 @@
 
 The script accepts the same cases as `scripts.bench.ring`. All ranks record one call, after several warm-up calls. All ranks
 must be on one host, because they must share one clock. Rank 0 writes timeline.json and timeline.png to --output. The option
---draw draws the plot again from timeline.json and needs no GPU. The white lines between consecutive kernels are not pauses.
+--draw draws the plot again from timeline.json and needs no GPU. White lines between consecutive kernels in the plot are not
+pauses.
 """
 
 import argparse
@@ -70,8 +71,8 @@ def device_events(trace: dict[str, Any]) -> list[Event]:
 
 
 def classify(events: list[Event]) -> list[str]:
-    """Classify one rank's events by the keys of KINDS. The events must be sorted by start time. Of the two streams with copies,
-    the first copies circulating blocks, and the second copies partial results.
+    """Classify one rank's events by the keys of KINDS. The events must be sorted by start time. The first stream with copies
+    contains circulating blocks, and the second stream contains partial results.
     """
     kinds = [next((kind for name, kind in KERNELS.items() if event.name.startswith(name)), "other") for event in events]
     computing = {event.stream for event, kind in zip(events, kinds, strict=True) if kind in ("forward", "backward")}
@@ -135,7 +136,7 @@ def record(call: Callable[[], object], barrier: Callable[[], object]) -> list[Ev
 
     Args:
         call: the call to record.
-        barrier: a function that returns when all ranks have called it.
+        barrier: returns when all ranks have called `barrier`.
 
     Raises:
         RuntimeError: the profiler recorded no kernel.

@@ -3,9 +3,9 @@
     python -m scripts.check.bit_flips --flips 300 --seed 1
 
 Two ranks train a few steps and save a checkpoint. Then the script flips one random bit in a copy of the checkpoint, and resumes
-the run from the copy. A run passes if it reports the damage in one line and leaves the checkpoint unchanged. A run that reports
-no damage must have the same losses and tensors as a run from the original checkpoint. The exit status is 1 if any resumed run
-fails.
+the run from the copy. A run passes if it reports the damage in one line and leaves the checkpoint unchanged. If a run reports
+no damage, its losses and tensors must equal those of a run from the original checkpoint. The exit status is 1 if any resumed
+run fails.
 """
 
 import hashlib

@@ -71,7 +71,7 @@ class Injector:
         self.state = state
 
     def arm(self, position: int | None, error: type[BaseException] = Injected) -> None:
-        """Raise `error` in the kernel call number `position`. The first number is 1."""
+        """Raise `error` in kernel call number `position`. The first number is 1."""
         self.state.count, self.state.position, self.state.error = 0, position, error
 
     @property

@@ -48,7 +48,7 @@ EVAL_EVERY = 10  # steps
 MOMENTS = {"at a random moment": 0.4, "inside a save": 0.3, "inside an evaluation": 0.3}
 # The time limit of a launch, in seconds.
 TIMEOUT = 900
-# All processes must end within this many seconds after torchrun.
+# All processes must end within MAX_SECONDS_LEFT seconds after torchrun.
 MAX_SECONDS_LEFT = 60
 # The name of an environment variable that marks all processes of a run.
 MARKER = "RINGATTN_CHECK_KILLS"
@@ -279,7 +279,7 @@ def main(argv: list[str]) -> int:
     options = args.ranks, tuple(args.settings)
     folder = Path(tempfile.mkdtemp(prefix="ringattn-kills-"))
     write_corpus(folder / "corpus")
-    # The first launch fills the cache of tokens. The second launch takes as long as later launches, and is timed.
+    # The first launch fills the cache of tokens. Time the second launch, which takes as long as later launches.
     for name in ("warm-up", "reference"):
         start, reference = time.monotonic(), Run(folder, name, args.ways[0], *options)
         if not wait(reference.launch(), reference):

@@ -48,7 +48,7 @@ SIZES: dict[str, int] = {
 }
 
 
-# A small model keeps None for these settings, because None disables a feature.
+# The settings for which a small model keeps None, because None disables a feature
 KEPT_IF_NONE = {"q_lora_rank", "sliding_window", "pad_token_id", "n_group", "topk_group", "hidden_dim", "rotary_dim"}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 _SHARED_KEYS = {

@@ -73,7 +73,7 @@ def count_on_gpu(length: int, sizes: Sizes) -> list[Row]:
     """Count the bytes of the Triton kernels and of the Hopper kernels with ncu.
 
     Raises:
-        RuntimeError: ncu failed, for example because it may not read the counters.
+        RuntimeError: ncu failed, for example because ncu may not read the counters.
     """
     rows: list[Row] = []
     for backend, predict in PREDICTIONS.items():

@@ -25,8 +25,8 @@ def new_parser(doc: str, name: str) -> argparse.ArgumentParser:
     """Create the parser of a lab with the options --device and --output.
 
     Args:
-        doc: the docstring of the lab, which becomes the help text.
-        name: the name of the lab, whose picture is written to outputs/labs/<name>.png by default.
+        doc: the help text.
+        name: the default name of the picture, outputs/labs/<name>.png.
     """
     parser = command.new_parser(doc)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -89,10 +89,6 @@ def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit:
     """Measure a forward and a backward pass together. Return None if memory runs out.
 
     Args:
-        attend: the implementation of attention.
-        length: the number of tokens.
-        sizes: the heads, the head dim and the dtype.
-        device: the device of all tensors.
         limit: the memory in bytes that the call may use on a CPU.
     """
     try:

@@ -49,7 +49,7 @@ class Problem(NamedTuple):
             values: the value of each key, or None for 1, 2, 3, ...
 
         Raises:
-            ValueError: there are no or too many scores, a number is not finite, or the numbers of values and scores differ.
+            ValueError: there are no or too many scores, a number is not finite, or there are not as many values as scores.
         """
         values = range(1, len(scores) + 1) if values is None else values
         if not 1 <= len(scores) <= MAX_SCORES:
@@ -163,7 +163,7 @@ class _Observer:
             state = _attend(block[0], k, v, pairs[local_step].intervals, self.problem.scale, self.tile, observe)
             if traced and into is None:
                 self.partial_m = state.m
-            # Merging into an empty state changes nothing, and is not recorded as an event.
+            # A merge into an empty state changes nothing, and is not an event.
             return state if into is None else dispatch.merge_states(into, [(0, state)])
 
         def merge(a: Tensors, b: Tensors) -> Tensors:
@@ -210,7 +210,7 @@ def trace_ring(problem: Problem, tile: int, ranks: int) -> Trace:
         raise ValueError(f"ranks={ranks} with {len(problem.k)} tokens: every rank needs a token, so give 1 to {len(problem.k)}")
     layout = Layout.contiguous(len(problem.k), ranks)
     observed = simulate(ranks, lambda _rank, group: _Observer(problem, layout, tile, group).run())
-    # A stable sort by hop keeps the order within a hop.
+    # The sort by hop is stable, so it keeps the order within a hop.
     events = sorted((event for events, _ in observed for event in events), key=lambda event: event.hop)
     out, lse = next(result for _, result in observed if result is not None)
     return Trace(events, out, lse)

@@ -64,11 +64,8 @@ def forward_loads(
 
     Args:
         intervals: the mask, with B = 1 and as many key heads as query heads.
-        heads: the number of heads.
-        head_dim: the head dim of q, k and v.
         tile_queries: queries per tile.
         tile_keys: keys per iteration of the loop.
-        number_bytes: bytes per number.
     """
     keys = total_loop_rows(intervals, tile_queries, tile_keys)
     return heads * head_dim * number_bytes * (intervals.num_rows + 2 * keys)

@@ -8,8 +8,8 @@ The predictions come from the cost model with which ringattn chooses schedules (
 
 In each step of a ring pass, the GPUs compute while the links carry the next blocks. The time of a step is the longer of the
 busiest rank's computation and the busiest link's transfer. Exposed time is time in which a GPU waits for a transfer. Each step
-also costs a fixed GPU time, and merging partial results takes additional time. Without a CUDA graph, a pass takes at least as
-long as the host needs to launch the steps. A ring that spans several nodes runs at the speed of the network.
+also costs a fixed GPU time, and the merge of partial results takes additional time. Without a CUDA graph, a pass takes at least
+as long as the host needs to launch the steps. A ring that spans several nodes runs at the speed of the network.
 
 A Ulysses all-to-all of one chunk of heads overlaps with attention of another chunk.
 
@@ -207,7 +207,7 @@ def planned_ring(layer: Layer) -> tuple[Plan, float, float]:
 
 def ring_pass(layer: Layer, work: Work, cluster: Cluster) -> Cost:
     plan, scale, group = planned_ring(layer)
-    # Each planned rank represents `group` real ranks, and each planned hop represents `group` real hops.
+    # Each planned rank represents `group` real ranks, and each planned hop is `group` real hops.
     work = work.scaled(scale / group)
     interconnect = cluster.ring_interconnect(layer.ranks, cluster.speed("flops", work.direction))
     name = plan.choose_schedule(layer.schedule, work, interconnect)

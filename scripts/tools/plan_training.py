@@ -99,7 +99,7 @@ def meshes(config: Config, ranks: int) -> list[MeshShape]:
 
 
 def fitting(config: Config, machine: Machine) -> Iterator[tuple[MeshShape, MemoryPlan, Needs]]:
-    """Yield the meshes that fit into memory. Raise ConfigError if some fit, but none of these permits `trainer.cuda_graphs`."""
+    """Yield the meshes that fit into memory. Raise ConfigError if some meshes fit, but none permits `trainer.cuda_graphs`."""
     count, impossible = 0, None
     for shape in meshes(config, machine.ranks):
         plan, needs = choose_plan(config, shape, machine)
