@@ -72,7 +72,7 @@ def ring_attention(
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype, or (out, lse). The log-sum-exp lse (B, N, Hq) is fp32 (fp64 for fp64 inputs). A query
-        that may attend to no key has out = 0 and lse = -inf. With `sink_logits`, lse includes the sinks.
+        without allowed keys has out = 0 and lse = -inf. With `sink_logits`, lse includes the sinks.
 
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.

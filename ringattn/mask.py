@@ -137,8 +137,8 @@ class Mask:
 
         Args:
             window: the number of newest keys per query, including its own; None for all keys.
-            documents: the lengths of packed documents, which sum to S, as one list or tensor for all batch entries or per batch
-                entry. Instead of cu_seqlens, pass `cu_seqlens.diff()`. A query attends only to keys of its own document.
+            documents: the lengths of packed documents, which sum to S. Pass one list or tensor for all batch entries, or one
+                per entry. Instead of cu_seqlens, pass `cu_seqlens.diff()`. A query attends only to keys of its own document.
 
         Raises:
             ValueError: the window is not an integer >= 1, or a length is not an integer >= 0.

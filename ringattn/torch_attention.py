@@ -36,7 +36,7 @@ def sdpa(
             of heads of q.
 
     Returns:
-        out (..., Nq, Dv) in q's dtype. A query that may attend to no key has the output 0.
+        out (..., Nq, Dv) in q's dtype. A query without allowed keys has the output 0.
 
     Raises:
         ValueError: the arguments contradict each other, or `attn_mask` is unsupported, such as a learned bias.

@@ -2,7 +2,7 @@
 
 Every rank has one receive buffer for all-to-alls. Each exchange uses a region of the receive buffer. A region has the layout of
 the receive tensors. A sender therefore copies its slice straight to the final position. Then the sender sets a flag. When all
-flags of an exchange are set, the region is copied into ordinary tensors, which kernels can read and autograd can save.
+flags of an exchange are set, the region is copied into ordinary tensors, for kernels and autograd.
 
 Flags work as in `ringattn.comm.nvlink`. A rank sets *ready* flags at the end of each call. Other ranks wait for a ready flag
 before they write into the rank's receive buffer. No deadlock is possible, because send i never waits for send i + 1, or later

@@ -243,8 +243,8 @@ class MessageTransport(Transport):
         self._spare = None, 0, {}
 
     def _spare_memory(self, plan: _MessagePlan, device: torch.device) -> dict[Packing, list[Memory]]:
-        """Return the free message buffers of earlier passes with the same plan and stream. A new pass may reuse them at once,
-        because messages wait for all earlier work of the stream.
+        """Return the free message buffers of earlier passes with the same plan and stream. A new pass may reuse the buffers at
+        once, because messages wait for all earlier work of the stream.
         """
         stream = 0
         if device.type == "cuda":

@@ -54,7 +54,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
     """Return the arguments of `model(...)` for this rank's tokens of a batch.
 
     A document begins where `position_ids` jump, at each entry of `cu_seq_lens_q`, and before and after padding. Padding on the
-    left or on the right is a document of its own. If the first token after padding has a label, it is predicted by padding that
+    left or on the right is a document of its own. If the first token after padding has a label, padding predicts the token and
     attends to nothing, as with SDPA in transformers.
 
     Args:

@@ -39,7 +39,7 @@ PARTS = "layout", "schedules", "intervals", "tables"
 
 
 def random_mask(seq_len: int, documents: int, seed: int) -> Mask:
-    """Return a mask. Its window exceeds the sequence, and differs for each seed, so that no plan comes from a cache."""
+    """Return a mask whose window exceeds the sequence. The window differs for each seed, so that no plan comes from a cache."""
     starts = sorted(random.Random(seed).sample(range(1, seq_len), documents - 1))
     lengths = [end - start for start, end in pairwise([0, *starts, seq_len])]
     return Mask.causal(window=seq_len + seed, documents=lengths)

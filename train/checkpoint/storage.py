@@ -160,7 +160,6 @@ def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) 
 
     Args:
         directory: the directory of the run's checkpoints, which may not exist yet.
-        step: the number of completed steps.
         needed: the bytes of one checkpoint.
         keep, saves: how many checkpoints the run keeps and writes.
 

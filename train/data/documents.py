@@ -102,7 +102,7 @@ class PaddedSequences(TokenisedDocuments):
 
     Attributes:
         padding: the fraction of padding among all tokens.
-        sequences_per_epoch: the number of sequences of an epoch, a multiple of `group_size`.
+        sequences_per_epoch: a multiple of `group_size`.
         group_size: the number of consecutive sequences with a similar cost of attention, or 1.
     """
 

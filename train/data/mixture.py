@@ -69,7 +69,7 @@ class MixtureDataset(NumberedSequences):
         return getattr(self.sources[name], "padding", 0.0)
 
     def _locate(self, index: int) -> tuple[np.ndarray, int]:
-        """Return how many sequences before `index` each source has (int64), and the source of sequence `index`."""
+        """Return the number of sequences before `index` from each source (int64), and the source of sequence `index`."""
         group, offset = divmod(index, self.group_size)
         counts, source = count_before(self._shares, group)
         counts *= self.group_size

@@ -41,7 +41,7 @@ MAGIC = {b"\x1f\x8b": gzip.open, b"BZh91AY": bz2.open, b"\xfd7zXZ\x00": lzma.ope
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 ARCHIVE = re.compile(r"\.(zip|7z|rar|tar|tgz|tar\.\w+)$", re.IGNORECASE)
 
-# The columns of conversations that some libraries pass to the chat template, but this package does not
+# The columns of conversations that this package, unlike some libraries, does not pass to the chat template
 IGNORED_COLUMNS = ("documents", "chat_template_kwargs")
 
 # An encoding that removes the byte-order mark at the beginning of a file

@@ -24,7 +24,7 @@ class TokenStep:
     Args:
         model: its parameters are not sharded.
         finish: maps the last hidden states to the result, as in `GPT.forward`.
-        backend: the attention kernels, as in `decode_attention`.
+        backend: as in `decode_attention`.
     """
 
     def __init__(self, model: GPT, caches: Sequence[KVCache], finish: Finish, backend: str) -> None:

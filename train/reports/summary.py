@@ -78,8 +78,8 @@ def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str,
 
     The loss of a step depends on its text. Therefore `final_loss` is the mean over the last tenth of all steps,
     `final_loss_steps`. Lengths are strings, as in JSON. The docstrings of `loss_results.to_metrics`,
-    `recall_results.to_metrics` and `startup.seconds` describe further entries. Rates are computed from the median step after
-    step `done` + 1, which includes the warm-up.
+    `recall_results.to_metrics` and `startup.seconds` describe further entries. Rates are computed from the median of the steps
+    after step `done` + 1. Step `done` + 1 includes the warm-up.
     """
     steps = run.config.trainer.steps
     recent = [record for record in records if record["step"] > done]

@@ -54,7 +54,6 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
 
     Args:
         composed: the settings from Hydra.
-        saved: the settings of the checkpoint.
         given: the names of groups and settings on the command line.
         is_own: False if this run branches from another run.
     """
@@ -70,7 +69,7 @@ def settings_of_resumed_run(composed: Config, saved: Config, given: set[str], is
     if not given & {"data.seq_len", "experiment"}:
         # A recipe's sequence length depends on the number of ranks, which may have changed.
         kept.append("data.seq_len")
-    # The saved position in the data is valid only in the same order of the data.
+    # The saved position in the data is valid only for the same order of the data.
     kept += {"data.group_size", "data.eval_fraction"} - given
     if not sets_tokenizer(composed, given):
         kept += ["data.tokenizer", *({"data.eos_token", "data.special_tokens"} - given)]
