@@ -196,11 +196,13 @@ def test_commands_exist(page: Path) -> None:
 
 
 def texts_of(path: Path) -> Iterator[str]:
-    """The strings of a Python file. A line break stands for a value that is inserted into a string."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """The strings of a Python file without its docstrings. A line break stands for a value that is inserted into a string."""
+    tree = ast.parse(path.read_text())
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
             yield re.sub(r"%[\d.,]*[dfs]", "\n", node.value)
 
 
