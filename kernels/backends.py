@@ -65,8 +65,8 @@ def choose_backend(
     Args:
         dims: head dims (D, Dv).
         plain: whether the call has keys, no dropout and no block mask, as the Hopper kernels require.
-        precision: as for `forward`. If the FP8 kernel cannot run, "auto" selects a backend that converts the rounded inputs to
-            a wider dtype.
+        precision: as for `forward`. If the FP8 kernel cannot run, "auto" selects a backend that computes with the rounded
+            inputs in a wider dtype.
 
     Raises:
         ValueError: the backend is unknown or cannot run the call.

@@ -13,8 +13,8 @@ Rotation. Every query and key is first multiplied by the same orthogonal matrix,
 spreads outliers over all columns of a head, which removes most of the rounding error.
 
 Values. For e4m3 operands, wgmma requires that the keys of V are contiguous in memory. Each block of values is therefore stored
-as a transposed tile (D, 128 keys), padded with zeros. In each group of 32 keys, position 16 h + 4 t + b contains key 8 (2 h + b
-// 2) + 2 t + b % 2:
+as a transposed tile (D, 128 keys), padded with zeros. In each group of 32 keys, position 16 h + 4 t + b contains key
+8 (2 h + b // 2) + 2 t + b % 2:
 
     position    0 1 2 3     4 5 6 7       8 9 10 11     12 13 14 15    16 17 18 19     ...
     key         0 1 8 9     2 3 10 11     4 5 12 13     6  7  14 15    16 17 24 25     ...

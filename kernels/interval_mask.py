@@ -153,7 +153,7 @@ class Intervals:
 
     @cached_property
     def longest_tile(self) -> int:
-        """Return the largest number of keys that 64 consecutive rows span, max(hi[i + 63] - lo[i])."""
+        """Return the largest number of columns that 64 consecutive rows span, max(hi[i + 63] - lo[i])."""
         return self._longest_tile(tile_scheduler.CONSUMER_ROWS)
 
     @cached_property

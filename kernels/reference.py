@@ -8,9 +8,9 @@ h // (Hq / Hkv). D is the head dim of q and k, and Dv is the head dim of v:
     state = (m, l, o): m, l (B, Nq, Hq), o (B, Nq, Hq, Dv)          fp32 (fp64 for fp64 inputs), contiguous
     lse, delta (B, Nq, Hq)                                         in the same dtype as the state
 
-The scores of a query are s = scale * q k^T. In a query's state (m, l, o), m = max s, l = sum exp(s - m) and o = sum exp(s
-- m) v. A query without keys has the empty state (-inf, 0, 0), the output 0 and lse = -inf. In the Hopper kernels, m may differ
-from the maximum, but l and o always match m.
+The scores of a query are s = scale * q k^T. In a query's state (m, l, o), m = max s, l = sum exp(s - m) and
+o = sum exp(s - m) v. A query without keys has the empty state (-inf, 0, 0), the output 0 and lse = -inf. In the Hopper kernels,
+m may differ from the maximum, but l and o always match m.
 
 With `dropout`, o is the sum over the kept probabilities, multiplied by the dropout factor. Dropout does not change m, l and
 lse. The argument `blocks` masks pairs of a query block and a key block. With precision="tf32" instead of "ieee", the Triton

@@ -51,8 +51,8 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
     begin = first_lo // alignment * alignment
-    # The bounds never decrease, so every row attends to the keys [last_lo, first_hi), and to no keys outside [first_lo,
-    # last_hi).
+    # The bounds never decrease, so every row attends to the keys [last_lo, first_hi), and to no keys outside
+    # [first_lo, last_hi).
     num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
     num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
     num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)
@@ -179,7 +179,7 @@ def _assign_with_limit(steps: list[int], programs: int, limit: int) -> tuple[nda
 
 def _start_long_tiles_earlier(times: ndarray, programs: int, predecessors: ndarray | None) -> ndarray:
     """Order work tiles by start time. Each work tile starts early enough to end within (1 - MARGIN) times the mean time of a
-    program.
+    program. No work tile starts before its predecessor.
     """
     times = times.astype(np.int64)
     in_order = np.divide(times.cumsum() - times, programs, dtype=np.float32)

@@ -372,7 +372,7 @@ def _compute_work_tile(
                 phase ^= 1
         return grad_k, grad_v, previous_chunk, previous_slot, stage, phase
     first_chunk = ((batch * CONFIG.num_heads + key_head * CONFIG.group) * num_tiles + begin) * 2 + CONSUMER + SPARE_CHUNK + 1
-    # `opaque_zero` hides the number of iterations, with which the compiler would generate more instructions per step.
+    # `opaque_zero` hides the number of iterations. Otherwise, the compiler would generate more instructions per step.
     for _member in range(CONFIG.group + opaque_zero()):
         start = begin * CONFIG.queries
         # Gluon rejects two names for one value in a loop, so add 0 to create a second value.

@@ -55,7 +55,7 @@ def _merge_o(o, alpha, beta, index, rows, source, target, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _add_o(o, index, rows, target, CONFIG: gl.constexpr):
-    """Each number in o receives only one atomic addition, so the results are deterministic."""
+    """Each number in `target` receives only one atomic addition, so the results are deterministic."""
     columns = gl.arange(0, CONFIG.dim, layout=gl.SliceLayout(0, CONFIG.output_layout))[None, :]
     mask = _by_row(rows, o)
     if CONFIG.value_dim < CONFIG.dim:

@@ -13,6 +13,8 @@ part of a batch entry and key head merges all of their parts. The rows of a tile
 key head.
 
 Before the queries are ready, each program prefetches its first key tile into the L2 cache.
+
+The launches depend only on shapes, so that a CUDA graph can replay them.
 """
 
 import math
@@ -33,7 +35,7 @@ from ringattn.kernels.triton.forward import add_tile
 from ringattn.kernels.triton.launcher import PreparedLaunch
 from ringattn.kernels.triton.scratch import MAX_COUNTERS, ScratchPool
 
-MERGE_ELEMENTS = 4096  # elements of o that a program of `_merge_kernel` loads at once
+MERGE_ELEMENTS = 4096  # a program of `_merge_kernel` loads at most this many elements of o at once
 # With more `_merge_kernel` programs per SM, an early start of the next kernel would distribute its programs unevenly.
 MAX_MERGE_PROGRAMS_PER_SM = 4
 # Merging more than MAX_MERGED_ELEMENTS elements of o is faster in a second launch than in one program.
@@ -239,7 +241,7 @@ def _attend_to_tiles(
 
 @triton.jit
 def _prefetch_first_tile(cache, strides, bounds, batch, num_runs, head, run, HAS_SINKS: tl.constexpr, CONFIG: tl.constexpr):
-    """The bounds may still change, but prefetching a wrong tile costs little time."""
+    """An earlier kernel may still be writing the bounds, but prefetching a wrong tile costs little time."""
     entries, tiles, length = _divide_into_runs(bounds, batch, num_runs, CONFIG, True)
     begin = run * length
     entry = tl.minimum(_entry_of_tile(tiles, begin), batch - 1)
