@@ -58,7 +58,7 @@ def ring_attention(
         layout, mask: which positions each rank holds, and which keys each position may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
         scale, dropout_p, backend: as for `flash_attention`. The dropped entries do not depend on the ranks or the layout.
-        seed: the same on all ranks, but different for every layer and step.
+        seed: the seed of the dropout, the same on all ranks, but different for every layer and step.
         first_head: the index of q's first head among all heads of the layer. Dropout depends on this index.
         schedule: "state" (queries and states circulate), "kv" (keys and values circulate), or "auto". With "auto", a pass uses
             the state ring if a cost model predicts a gain of at least 3%. CPUs always use the state ring.

@@ -63,7 +63,7 @@ class KVCache:
 
         Args:
             capacity: the maximum number of tokens over all ranks.
-            rank, ranks: this rank, and the number of ranks.
+            rank, ranks: this rank, and the number of ranks that share the sequence.
             block: the number of consecutive new tokens that `append` adds to one rank.
 
         Raises:

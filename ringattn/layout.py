@@ -197,7 +197,7 @@ class Layout:
 
         Args:
             x: this rank's rows, or a list with the rows of every rank.
-            group: gathers this rank's rows; None for the default group.
+            group: the ranks of the layout; None for the default group. A list needs no group.
             dim: the dimension of the rows.
 
         Raises:

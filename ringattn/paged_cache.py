@@ -48,7 +48,7 @@ class PagedKVCache:
         """Create an empty cache.
 
         Args:
-            pages: the number of pages.
+            pages: the number of pages of all sequences together.
             batch: the number of sequences.
             capacity: the maximum number of tokens per sequence.
             page_size: the number of tokens per page, a multiple of 64.

@@ -49,7 +49,7 @@ class ExpertBalance:
 
     Args:
         run: a run whose model has experts.
-        micro_steps: their number per step.
+        micro_steps: the number of micro-steps per step.
 
     Attributes:
         loss: this rank's part of the loss.

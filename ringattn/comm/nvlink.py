@@ -47,7 +47,8 @@ KINDS = ("block", "result")
 # Ready flags are used only for blocks in step 0.
 PURPOSES = ARRIVED, CREDIT, READY = range(3)
 
-# Results with at most MAX_KEPT_RESULT_BYTES stay in the receive buffer, until one kernel sums them at the end of the pass.
+# Results with at most MAX_KEPT_RESULT_BYTES in total stay in the receive buffer, until one kernel sums them at the end of the
+# pass.
 MAX_KEPT_RESULT_BYTES = 1 << 30
 # Messages of at most MAX_TRIPLE_SLOT_BYTES use three slots in turn, and may arrive two steps early. Larger messages use two
 # slots.

@@ -91,7 +91,7 @@ class P2PTransport(MessageTransport):
             torch.cuda.synchronize(self.device)
             communicator.abort()
 
-        # If another rank has ended, its last messages never arrive.
+        # If another rank has ended, the last messages never arrive.
         thread = threading.Thread(target=send_and_close, daemon=True)
         thread.start()
         thread.join(CLOSE_TIMEOUT)

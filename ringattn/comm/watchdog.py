@@ -178,7 +178,7 @@ class Watchdog:
             self._generation += 1  # last, because the thread must not publish the old log for the new generation
 
     def fault(self, hop: Hop | None) -> RingFault | None:
-        """Return an exception that names the rank behind an error in `hop`. Return None if `hop` is None."""
+        """Return an exception that names the rank that caused an error in `hop`. Return None if `hop` is None."""
         if hop is None:
             return None
         with suppress(Exception):  # if the store is gone, `_diagnose` reports this

@@ -145,7 +145,7 @@ def direct(need: Need, results: bool, split_points: tuple[int, ...] | None = Non
     Args:
         need: need[owner][rank] contains the rows of the owner's block that the rank needs.
         results: whether results return to the owners of the blocks.
-        split_points: where each rank's own block is split; None for the first row.
+        split_points: the row at which each rank's own block is split; None for the first row.
     """
     start, stop = (np.array([[getattr(x, end) for x in row] for row in need]) for end in ("start", "stop"))
     number, rank, owner = _rounds(stop > start)

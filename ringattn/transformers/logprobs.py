@@ -23,7 +23,7 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Any], chunk: int | None
     Args:
         model: a model after `put_on_ring`, which may be wrapped by PEFT, DDP or FSDP.
         batch: as for `shard_batch`. Without labels, the labels are all tokens except the first token of each document.
-        chunk: the number of tokens per chunk. By default, a chunk has about 2**26 logits.
+        chunk: the number of tokens whose logits exist at the same time. By default, a chunk has about 2**26 logits.
 
     Returns:
         (B, S) in fp32, or in fp64 for fp64 models: log p(token t + 1 | tokens up to t), and 0 for tokens without a label.

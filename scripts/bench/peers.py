@@ -86,8 +86,8 @@ class _WithoutBackward(torch.autograd.Function):
 
 @contextmanager
 def deterministic() -> Generator[None]:
-    """Return a context manager that enables deterministic algorithms. Do not fill new tensors with NaN, because filling takes
-    time.
+    """Return a context manager that enables deterministic algorithms. New tensors are not filled with NaN, because filling
+    takes time.
     """
     settings: Any = torch.utils.deterministic
     fill, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False

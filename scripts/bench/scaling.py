@@ -96,7 +96,8 @@ def median_rows(rows: list[Row]) -> list[Row]:
 
 def relative_speed(row: Row, rows: list[Row]) -> float | None:
     """Divide the tokens/s of a job by the tokens/s of one GPU. Return None for jobs with longer sequences than the job of one
-    GPU."""
+    GPU.
+    """
     one = next((other for other in rows if other["ranks"] == 1 and other["job"] == "ring" and "failed" not in other), None)
     return row["tokens_per_s"] / one["tokens_per_s"] if one and row["job"] in SHARED else None
 

@@ -315,7 +315,7 @@ def compare_settings(path: Path, model: ModelConfig, vocab_size: int) -> str:
     `vocab_size` counts the tokens of the run's tokenizer.
 
     Raises:
-        ConfigError: a different setting changes the shapes of weights, or the embedding has too few rows.
+        ConfigError: a setting that changes the shapes of weights differs, or the embedding has too few rows.
     """
     settings = read_settings(path)
     rows = settings.pop("vocab_size")

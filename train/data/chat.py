@@ -32,7 +32,7 @@ class ChatTemplate:
 
     path: Path  # the file that contains the template
     source: str  # the text of the template
-    variables: dict[str, str]  # the names of special tokens that the template uses
+    variables: dict[str, str]  # maps variables, such as bos_token, to special tokens
 
     def render(self, messages: Messages, **options: Any) -> tuple[str, list[tuple[int, int]]]:
         """Return a conversation as text. With `return_assistant_tokens_mask=True`, also return the spans that the template

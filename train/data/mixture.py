@@ -21,7 +21,7 @@ class MixtureDataset(NumberedSequences):
 
     Attributes:
         sources: the sequences of each source, by name.
-        weights: the share of each source.
+        weights: the share of each source in the tokens.
         sequences_per_epoch: the sequences before the first source runs out.
         group_size: the number of consecutive sequences from one source.
     """

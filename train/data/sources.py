@@ -648,7 +648,7 @@ def _paths(config: DataConfig) -> list[str | None]:
 
 
 def overlap(first: DataConfig, second: DataConfig, sizes: dict[str, int]) -> bool:
-    """Return whether two sources share some text, unless their documents are exactly the same.
+    """Return whether two sources share some text. Return False for exactly the same documents.
 
     `sizes` as in `splits_overlap`.
     """

@@ -23,6 +23,7 @@ class TokenStep:
 
     Args:
         model: its parameters are not sharded.
+        caches: one local cache per layer, with the tokens of the prompt.
         finish: maps the last hidden states to the result, as in `GPT.forward`.
         backend: as in `decode_attention`.
     """

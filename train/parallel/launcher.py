@@ -27,7 +27,8 @@ def begin_attempt(store: dist.Store, rank: int, world_size: int) -> tuple[dist.S
         while waiting:
             for other in waiting:
                 # A stored name may belong to a process that has ended. Answer every new name until its rank has joined this
-                # attempt. TORCHELASTIC_RESTART_COUNT counts only the failures of one torchrun process.
+                # attempt. TORCHELASTIC_RESTART_COUNT is not enough, because it counts only the failures of one torchrun
+                # process.
                 if store.check([f"name/{other}"]):
                     store.set(f"attempt/{store.get(f'name/{other}').decode()}", str(attempt))
             waiting = {other for other in waiting if not store.check([f"joined/{attempt}/{other}"])}

@@ -130,7 +130,7 @@ def build_mesh(device_type: str, sequence: int, ulysses: int = 1) -> Mesh:
 
 
 def set_timeout(mesh: Mesh, seconds: int) -> None:
-    """Set the timeout of collectives, and of ring hops unless RINGATTN_TIMEOUT is set."""
+    """Set the timeout of collectives, and of ring hops unless the user has set RINGATTN_TIMEOUT."""
     if USER_HOP_TIMEOUT is None:
         os.environ[watchdog.TIMEOUT] = str(seconds)
     for group in (None, *(axis.get_group() for axis in mesh)):

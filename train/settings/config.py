@@ -374,9 +374,9 @@ class MemoryConfig(Frozen):
     # attention results of all blocks except the last are in host memory. "offload-inputs" is "recompute-all" with the inputs in
     # host memory. "auto" selects the fastest combination that fits, which may differ between blocks.
     activations: str = "auto"
-    # The storage of the blocks' fp32 weights, gradients and AdamW state. The value "keep" uses GPU memory. With "offload", the
-    # state is in host memory, and the CPU updates the blocks during the next forward pass. The value "auto" offloads the number
-    # of blocks that makes the step fastest.
+    # The storage of the blocks' fp32 weights, gradients and AdamW state. The value "keep" uses GPU memory. The value "offload"
+    # uses host memory, and the CPU updates the blocks during the next forward pass. The value "auto" offloads the number of
+    # blocks that makes the step fastest.
     optimizer: str = "auto"
     # The storage of AdamW's two moments: "fp32" or "8bit". With "8bit", the moments of matrices have 8 bits per element
     # (torchao), which needs a quarter of the memory. Moments in 8 bits stay in GPU memory.

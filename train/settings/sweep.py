@@ -25,7 +25,7 @@ def job_directory(overrides: Iterable[str], params: Mapping[str, Any] | None = N
     """Return the name of the directory of a job, for example "seq_len=1024,lr=0.001".
 
     The name contains the settings that the sweep varies. Long names, and names with characters such as /, are changed and end
-    in a checksum. A configuration file can also vary settings, with `hydra.sweeper.params` (`params`).
+    in a checksum. The argument `params` is `hydra.sweeper.params`, with which a configuration file varies settings.
     """
     text = ",".join(f"{name}={value}" for name, value in varied_settings(overrides, params).items()) or "0"
     safe = re.sub(r"[^\w.=,+-]", "_", text, flags=re.ASCII)[:MAX_LENGTH]

@@ -34,7 +34,7 @@ def run_in_chunks(block: nn.Module, function: Function, chunk: int, is_last: boo
     """Compute function(*inputs) in chunks of tokens. The function may use parameters of `block`.
 
     The inputs have the shape (B, N, ...). Outputs with at least three dimensions have the shape (B, N, ...), too. Other outputs
-    are sums over tokens. With `is_last`, a recomputation leaves out these sums.
+    are sums over tokens. With `is_last`, a recomputation of the block computes no outputs.
     """
     if inputs[0].shape[1] <= chunk:
         return function(*inputs)
