@@ -6,7 +6,6 @@ instruction wgmma. An mbarrier is a barrier in shared memory that counts arrival
 one of the 16 hardware barriers of a program (CTA).
 """
 
-import os
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,14 +55,6 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 
 thread_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-def assembler_advice() -> str | None:
-    """Return advice if Triton uses ptxas 13, which spills registers in the Hopper kernels. Triton 3.9 also has ptxas 12.9."""
-    if TRITON_VERSION < (3, 9) or "TRITON_PTXAS_BLACKWELL_PATH" in os.environ:
-        return None
-    advice = f"set TRITON_PTXAS_BLACKWELL_PATH={triton.knobs.nvidia.ptxas.path}, or install torch 2.14"
-    return f"triton {triton.__version__} compiles the Hopper kernels with an assembler that spills registers: {advice}"
 
 
 @dataclass(frozen=True)

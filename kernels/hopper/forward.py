@@ -1,6 +1,5 @@
 """Launch the Hopper forward kernels, which compute `reference.forward`."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -19,9 +18,6 @@ from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import State
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
-
-if advice := hopper_common.assembler_advice():
-    warnings.warn(advice, stacklevel=1)
 
 # Heads are computed in groups whose K and V take at most L2_BYTES of the L2 cache.
 L2_BYTES = 32 * 2**20

@@ -23,7 +23,7 @@ from torch import Tensor
 from ringattn.kernels.blocks import BlockMask
 from ringattn.kernels.dropout import ROUNDS, Dropout
 from ringattn.kernels.reference import Accumulators, Gradients, State
-from ringattn.kernels.triton.launcher import OPTIONS
+from ringattn.kernels.triton.launcher import OPTIONS, launch_by_triton
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -146,9 +146,9 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
     table = mask.tiles(rows, columns, split_documents=blocks is None)
     num_tiles = table.shape[1]
     list_strides = None if lists is None else lists.expand(batch, heads, -1, -1, -1).stride()[:2]
-    kernel[(num_tiles * batch * heads,)](
-        *inputs, mask.lo, mask.hi, table, *results, *(x.stride()[:3] for x in inputs[:4]),
-        mask.batch, num_tiles, num_queries, num_keys, float(scale),
+    launch_by_triton(
+        kernel, (num_tiles * batch * heads,), q.is_cuda, *inputs, mask.lo, mask.hi, table, *results,
+        *(x.stride()[:3] for x in inputs[:4]), mask.batch, num_tiles, num_queries, num_keys, float(scale),
         *dropout_arguments(dropout), lists, list_strides, **constants, CONFIG=config, **options,
     )  # fmt: skip
 

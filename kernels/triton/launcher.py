@@ -1,8 +1,10 @@
 """Launch Triton kernels without the work that Triton repeats on the host for every launch."""
 
+import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+import triton
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
@@ -10,6 +12,21 @@ from triton.runtime import JITFunction, driver
 # Triton 3.10 will no longer fuse multiplications and additions by default.
 OPTIONS = {"enable_fp_fusion": True}
 _compiled: dict[tuple, CompiledKernel] = {}
+
+
+def launch_by_triton(kernel: JITFunction, grid: tuple[int, ...], is_cuda: bool, *arguments: Any, **options: Any) -> Any:
+    """Launch kernel[grid](*arguments, **options). Compile kernels for Hopper GPUs with ptxas 12.9.
+
+    Triton 3.9 contains ptxas 12.9, but uses ptxas 13 by default, which spills more registers. This function changes the default
+    only during the launch. The environment variable TRITON_PTXAS_BLACKWELL_PATH chooses another assembler.
+    """
+    is_chosen = not triton.__version__.startswith("3.9.") or "TRITON_PTXAS_BLACKWELL_PATH" in os.environ
+    if is_chosen or not is_cuda or driver.active.get_current_target().arch != 90:
+        return kernel[grid](*arguments, **options)
+    with triton.knobs.nvidia.scope():
+        triton.knobs.nvidia.ptxas_blackwell = triton.knobs.nvidia.ptxas.path
+        # Triton's cache contains the version of the first assembler of a process. This option distinguishes the kernels.
+        return kernel[grid](*arguments, **options, ptx_version=88)
 
 
 def launch(
@@ -47,9 +64,9 @@ def launch(
     key = device, *key
     compiled = _compiled.get(key)
     if compiled is None:
-        options = {"launch_cooperative_grid": True} if cooperative else {}
+        options = OPTIONS | ({"launch_cooperative_grid": True} if cooperative else {})
         options |= {"maxnreg": max_registers} if max_registers else {}
-        _compiled[key] = kernel[(programs,)](*operands, *numbers, **constants, **OPTIONS, **options)
+        _compiled[key] = launch_by_triton(kernel, (programs,), tensor.is_cuda, *operands, *numbers, **constants, **options)
         return
     # The three None arguments disable Triton's launch hooks.
     handles = driver.active.get_current_stream(device), compiled.function, compiled.packed_metadata
@@ -79,7 +96,7 @@ class PreparedLaunch:
             address_bits |= address or 0
         compiled = self._compiled
         if compiled is None or address_bits % 16:
-            compiled = self.kernel[self.grid](*operands, *self.fixed, **self.options)
+            compiled = launch_by_triton(self.kernel, self.grid, stream is not None, *operands, *self.fixed, **self.options)
             self._compiled = self._compiled if address_bits % 16 else compiled
             return
         compiled.run(

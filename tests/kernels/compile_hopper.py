@@ -8,7 +8,6 @@ import tempfile
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ringattn.kernels.hopper import backward as hopper_backward
@@ -16,7 +15,7 @@ from ringattn.kernels.hopper import backward_narrow, backward_wide, forward_fp8,
 from ringattn.kernels.hopper import common as hopper_common
 from ringattn.kernels.hopper import forward as hopper_forward
 from ringattn.kernels.triton.launcher import OPTIONS
-from tests.kernels.compile_sm90 import resources
+from tests.kernels.compile_sm90 import compile_source, resources
 
 # The number of query heads.
 HEADS = 8
@@ -134,7 +133,7 @@ def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> tu
     options = OPTIONS | dict(num_warps=4, maxnreg=getattr(config, "max_registers", None))
     with triton.knobs.compilation.scope(), triton.knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
         triton.knobs.compilation.always_compile = triton.knobs.nvidia.dump_ptxas_log = True
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = compile_source(source, options)
     assert "ptxas info" in log.getvalue()
     return compiled, log.getvalue()
 

@@ -20,6 +20,7 @@ from ringattn.kernels.triton import backward as triton_backward
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton import decode as triton_decode
 from ringattn.kernels.triton import forward as triton_forward
+from ringattn.kernels.triton import launcher
 from ringattn.kernels.triton import quantize as triton_quantize
 
 KERNELS = {
@@ -58,6 +59,14 @@ def aligned(signature: dict) -> dict[tuple[int, ...], list]:
     return attributes
 
 
+def compile_source(source: ASTSource, options: dict) -> triton.compiler.CompiledKernel:
+    """Compile for sm_90 with the assembler that `launch_by_triton` chooses on a Hopper GPU."""
+    target = GPUTarget("cuda", 90, 32)
+    kernel = {(1,): lambda **given: triton.compile(source, target=target, options=given)}
+    with mock.patch.object(launcher, "driver", **{"active.get_current_target.return_value": target}):
+        return launcher.launch_by_triton(kernel, (1,), True, **options)
+
+
 def compile_kernel(name: str, dtype: str, head_dim: int, options: str) -> triton.compiler.CompiledKernel:
     """Compile a kernel as it would be launched on a Hopper GPU for grouped heads.
 
@@ -81,7 +90,7 @@ def compile_kernel(name: str, dtype: str, head_dim: int, options: str) -> triton
     stride = "i64" if "long" in options else "i32"
     signature = {name: "constexpr" if name in constants else argument_type(name, dtype, stride) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, aligned(signature))
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=launch)
+    return compile_source(source, launch)
 
 
 def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton.compiler.CompiledKernel:
@@ -132,7 +141,7 @@ def compile_decode(name: str, dtype: str, head_dim: int, options: str) -> triton
         signature |= {x: "i64" for x in signature if x.startswith(("k_", "v_"))}
     source = ASTSource(kernel, signature, constants, aligned(signature))
     options = (plan.attend if name == "decode" else plan.merge)["out"].options
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={**options, "launch_pdl": True})
+    return compile_source(source, {**options, "launch_pdl": True})
 
 
 def compile_quantize(name: str, dtype: str, head_dim: int, options: str) -> triton.compiler.CompiledKernel:

@@ -1,7 +1,5 @@
 """Supported cases of the Hopper kernels, and the rules of TMA descriptors. No GPU is needed."""
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -130,18 +128,3 @@ def test_a_descriptor_is_copied_for_another_tensor_of_the_same_shape():
 def test_strides_of_dimensions_of_size_one_are_multiples_of_8():
     x = ROWS.as_strided((1, 10, 1, 64), (3, 256, 5, 1))
     assert list(hopper_common.tma_descriptor(x, 64, 64).strides) == [8, 256, 8, 1]
-
-
-@pytest.mark.parametrize(
-    ("version", "chosen", "is_needed"), [((3, 8), None, False), ((3, 9), None, True), ((3, 9), "/usr/bin/ptxas", False)]
-)
-def test_advice_about_the_assembler(version, chosen, is_needed, monkeypatch):
-    monkeypatch.setattr(hopper_common, "TRITON_VERSION", version)
-    monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH", raising=False)
-    if chosen:
-        monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", chosen)
-    advice = hopper_common.assembler_advice()
-    assert (advice is not None) == is_needed
-    if advice:
-        (path,) = re.findall("TRITON_PTXAS_BLACKWELL_PATH=(.*), or", advice)
-        assert Path(path).is_file(), "the advice must name an assembler that exists"

@@ -1,11 +1,15 @@
 """Launches with prepared constants give the same results as Triton's own launches."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
-from ringattn.kernels.triton import quantize
+from ringattn.kernels.triton import launcher, quantize
 from ringattn.kernels.triton.common import configure
 from ringattn.kernels.triton.launcher import PreparedLaunch, launch
 
@@ -51,3 +55,36 @@ def test_every_release_of_triton_fuses_products_and_sums():
     PreparedLaunch(kernel, (1, 1, 1), {"num_warps": 2}, ())(None, x)
     given += configure("forward", x, x, x, None, "ieee")[1], quantize._options(64, torch.bfloat16)
     assert [options["enable_fp_fusion"] for options in given] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("version", "arch", "given", "replaces"),
+    [
+        ("3.9.0", 90, None, True),
+        ("3.9.0", 90, "ptxas_blackwell", False),
+        ("3.9.0", 100, None, False),
+        ("3.9.0", "gfx90a", None, False),
+        ("3.8.0", 90, None, False),
+    ],
+)
+def test_kernels_for_hopper_gpus_are_assembled_by_ptxas_12(version, arch, given, replaces, monkeypatch):
+    """After a launch, Triton uses its default for the kernels of other projects, also if the compilation fails."""
+    knobs, used = triton.knobs.nvidia, []
+    monkeypatch.delenv("TRITON_PTXAS_BLACKWELL_PATH", raising=False)
+    if given:
+        monkeypatch.setenv("TRITON_PTXAS_BLACKWELL_PATH", getattr(knobs, given).path)
+    monkeypatch.setattr(triton, "__version__", version)
+    target = GPUTarget("cuda", arch, 32)
+    monkeypatch.setattr(launcher, "driver", SimpleNamespace(active=SimpleNamespace(get_current_target=lambda: target)))
+
+    def compile_kernel(**options):
+        used.extend([knobs.ptxas_blackwell, options])
+        raise ZeroDivisionError
+
+    default = knobs.ptxas_blackwell
+    assert default != knobs.ptxas
+    with pytest.raises(ZeroDivisionError):
+        launcher.launch_by_triton({(1,): compile_kernel}, (1,), True)
+    assert used == ([knobs.ptxas, {"ptx_version": 88}] if replaces else [default, {}])
+    assert knobs.ptxas_blackwell == default
+    assert ("TRITON_PTXAS_BLACKWELL_PATH" in os.environ) == (given is not None)
