@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ringattn import KVCache, Layout, Mask, ring_attention
-from ringattn.comm.connect import Group
 from ringattn.train.data.records import RecordDataset
 from ringattn.train.inference.layer_cache import decode, new_cache, places, prefill
 from ringattn.train.inference.token_step import TokenStep, copy_for_one_rank
@@ -138,7 +138,7 @@ def _captured_step(run: InferenceRun, caches: list[KVCache], position: int) -> T
 
 
 def _attend_to_prompt(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, window: int | None, layout: Layout, group: Group, **options: Any
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, window: int | None, layout: Layout, group: ProcessGroup, **options: Any
 ) -> Tensor:
     prefill(cache, k, v, layout, group)
     return cast("Tensor", ring_attention(q, k, v, layout=layout, mask=Mask.causal(window), group=group, **options))

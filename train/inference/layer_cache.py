@@ -31,7 +31,7 @@ def new_cache(window: int | None, num_tokens: int, rank: int = 0, ranks: int = 1
     return KVCache(rows) if rows <= -(-num_tokens // ranks) else KVCache(num_tokens, rank, ranks)
 
 
-def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: Group | None) -> None:
+def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: dist.ProcessGroup | None) -> None:
     """Store a prompt. `k` and `v` (B, N, Hkv, D) belong to this rank's tokens. All ranks call this function together."""
     if cache.ranks == layout.ranks and layout.seq_len <= cache.capacity:
         cache.prefill(k, v, layout)
