@@ -571,7 +571,8 @@ def examples(draw: st.DrawFn) -> dict:
         name = draw(st.sampled_from([name for name, values in OPERATIONS[operation].items() if len(values) > 1]))
         example["other"] = {name: draw(st.sampled_from([x for x in OPERATIONS[operation][name] if x != options[name]]))}
         is_free = name in FREE[operation] or (name in ("seed", "first_head") and not options["dropout_p"])
-        is_free |= name == "transport" and options["route"] == "relay"  # a ring that relays blocks always uses "p2p"
+        # A ring that relays blocks always uses "p2p".
+        is_free |= operation == "ring" and name == "transport" and options["route"] == "relay"
         example["expected"] = "right" if is_free else "missing" if name == "backward" else "difference"
     elif kind == "operation":
         example["other"], example["expected"] = {"operation": next(x for x in OPERATIONS if x != operation)}, "difference"
