@@ -61,7 +61,10 @@ def run_export(*arguments: str) -> None:
 def save_checkpoint(directory: Path, **meta) -> Path:
     """Save a checkpoint of an untrained model and return its path."""
     config = {"data": {"tokenizer": "bytes"}, "model": SIZES}
-    return storage.save(directory, 1, state_dict.model_state(GPT(ModelConfig(**SIZES), 257)), {"config": config} | meta, keep=1)
+    model = GPT(ModelConfig(**SIZES), 257)
+    for module in (*model.blocks, model):
+        module.init_weights(torch.Generator())
+    return storage.save(directory, 1, state_dict.model_state(model), {"config": config} | meta, keep=1)
 
 
 @pytest.fixture(scope="module")
