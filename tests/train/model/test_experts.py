@@ -131,11 +131,12 @@ def test_bf16_on_a_gpu_is_as_accurate_as_a_loop(shape, compiled):
     with in_float64():
         want, want_routing = exact(x)
     assert torch.equal(routing[0].long(), want_routing[0].long())
-    dout = torch.randn_like(out)
+    # Rounding moves some elements across the limit of "clamped", where its gradient is not continuous. How much their gradients
+    # weigh depends on dout, so dout is the same in every run.
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     names = ["x", *dict(exact.named_parameters())]
     results = [out, *torch.autograd.grad(out, [y, *fast.parameters()], dout)]
     wanted = [want, *torch.autograd.grad(want, [x, *exact.parameters()], dout.double())]
     for name, result, each in zip(["out", *names], results, wanted, strict=True):
         error = (result.double() - each).norm() / each.norm()
-        # Rounding moves some elements across the limit of "clamped", where its gradient is not continuous.
         assert error < (0.06 if SHAPES[shape].get("activation") == "clamped" else 0.02), (name, error)
