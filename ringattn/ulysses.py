@@ -261,7 +261,7 @@ def _like_inputs(saved: Sequence[Tensor], dout: Tensor) -> Tensors:
 
 
 def _lse_to_tokens(lse: Tensor, spec: UlyssesSpec, transport: Transport) -> Tensor:
-    """Exchange lse of this rank's heads (B, tokens of the group, Hq / U) for lse of its tokens (B, N, Hq)."""
+    """Send lse of this rank's heads (B, tokens of the group, Hq / U). Return lse of this rank's tokens (B, N, Hq)."""
     heads = _HeadChunks(spec.tokens, transport.messages, 1)
     exchange = heads.to_tokens(lse.new_empty(()).expand(*lse.shape[:2], lse.shape[2] * len(spec.tokens)))
     heads.send_back(exchange, 0, lse)

@@ -86,10 +86,10 @@ def simulate(
     """Run `function(rank, group)` on every rank of a simulated ring and return the results by rank.
 
     Args:
-        function: runs in one thread per rank. Contexts of the caller, such as torch.no_grad, do not apply there.
+        function: runs in one thread per rank. Contexts of the caller, such as torch.no_grad, do not apply to the threads.
         all_pairs: whether every rank can reach all other ranks directly, and not only its neighbours.
-        in_turns: whether only one rank computes at a time, which is faster. Pass in_turns=False if `function` contains other
-            synchronisation, such as a barrier. Some kernels require True.
+        in_turns: whether only one rank computes at a time, which takes less time than concurrent threads. Pass in_turns=False
+            if `function` contains other synchronisation, such as a barrier. Some kernels require True.
 
     Raises:
         ValueError: an argument is invalid.

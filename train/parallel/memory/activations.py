@@ -92,7 +92,7 @@ class HostActivations:
         return not self._is_cuda or x.nbytes >= MIN_BYTES
 
     def _copy(self, tensors: list[Tensor], start: int, to_host: bool) -> Any:
-        """Start a copy between `tensors` and host memory from byte `start` on. Return the event at the end of the copy."""
+        """Start to copy `tensors` to or from host memory, which holds them from byte `start` on. Return the final event."""
         # The compute stream may still use the memory of the copy's source or destination.
         self._copy_stream.wait_stream(self._streams.current_stream())
         end = self._streams.Event()
