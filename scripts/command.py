@@ -20,6 +20,15 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 # The folder for the results of benchmarks, which git ignores
 RESULTS = ROOT / "outputs" / "benchmarks"
+# Settings of train/run.py for benchmarks of steps: no evaluation, checkpoint or sample.
+ONLY_STEPS = (
+    "logger=off",
+    "data.eval_split=null",
+    "data.eval_fraction=0",
+    "trainer.checkpoint_every=0",
+    "trainer.save_final=false",
+    "trainer.sample_tokens=0",
+)
 
 
 def new_parser(doc: str) -> argparse.ArgumentParser:

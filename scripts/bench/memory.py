@@ -61,8 +61,10 @@ def job_command(case: str, steps: int, output: Path) -> list[str]:
         "recipe=cpu",
         f"model={model}",
         f"data.seq_len={seq_len}",
-        *("data.mask_documents=false", "data.split=train", "data.eval_split=null", "data.eval_fraction=0", "logger=off"),
-        *(f"trainer.steps={steps}", "trainer.checkpoint_every=0", "trainer.save_final=false", "trainer.sample_tokens=0"),
+        "data.mask_documents=false",
+        "data.split=train",
+        *command.ONLY_STEPS,
+        f"trainer.steps={steps}",
         f"hydra.run.dir={output}",
     ]
     return command.torchrun(int(ranks), str(command.ROOT / "train" / "run.py"), *settings)

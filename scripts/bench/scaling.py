@@ -39,16 +39,7 @@ JOBS = SHARED | {
     "ulysses-long": ("data.seq_len={long}", "parallel.ulysses={ranks}"),
     "124m-64k": ("model=124m", "data.seq_len=65536"),
 }
-FIXED = (
-    "recipe=gpu",
-    "logger=off",
-    "trainer.batch_size=1",
-    "trainer.checkpoint_every=0",
-    "trainer.save_final=false",
-    "trainer.sample_tokens=0",
-    "data.eval_split=null",
-    "data.eval_fraction=0",
-)
+FIXED = ("recipe=gpu", "trainer.batch_size=1", *command.ONLY_STEPS)
 
 
 def measure(job: str, ranks: int, steps: int) -> Row:

@@ -45,14 +45,9 @@ def job_command(variant: str, model: str, length: int, ranks: int, steps: int, o
             f"model={model}",
             f"data.seq_len={length}",
             "data.mask_documents=false",
-            "data.eval_split=null",
-            "data.eval_fraction=0",
-            "logger=off",
+            *command.ONLY_STEPS,
             f"trainer.steps={steps}",
             "trainer.batch_size=1",
-            "trainer.checkpoint_every=0",
-            "trainer.save_final=false",
-            "trainer.sample_tokens=0",
             f"hydra.run.dir={output}",
         )
         return command.torchrun(ranks, str(command.ROOT / "train" / "run.py"), *settings)
