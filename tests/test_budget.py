@@ -33,10 +33,10 @@ def count_words(text: str) -> int:
     return sum(any(map(str.isalnum, word)) for word in text.split())
 
 
-def docstrings(source: str) -> list[ast.Constant]:
+def docstrings(tree: ast.AST) -> list[ast.Constant]:
     """The docstrings of a module, its classes and its functions."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    firsts = (node.body[0] for node in ast.walk(ast.parse(source)) if isinstance(node, documented) and node.body)
+    firsts = (node.body[0] for node in ast.walk(tree) if isinstance(node, documented) and node.body)
     values = (first.value for first in firsts if isinstance(first, ast.Expr))
     return [value for value in values if isinstance(value, ast.Constant) and isinstance(value.value, str)]
 
@@ -45,7 +45,7 @@ def size_of(source: str) -> Size:
     """The size of a Python file."""
     lines = source.splitlines()
     texts, without_code = [], {i for i, line in enumerate(lines, 1) if not line.strip() or line.lstrip().startswith("#")}
-    for docstring in docstrings(source):
+    for docstring in docstrings(ast.parse(source)):
         texts.append(docstring.value)
         without_code |= set(range(docstring.lineno, docstring.end_lineno + 1))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)

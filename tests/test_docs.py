@@ -25,6 +25,7 @@ from tests.ringattn.transformers.small_models import (
     random_tokens,
     training_arguments,
 )
+from tests.test_budget import docstrings
 from tests.train.settings.test_config import composed
 
 ROOT = Path(__file__).parents[1]
@@ -198,11 +199,11 @@ def test_commands_exist(page: Path) -> None:
 def texts_of(path: Path) -> Iterator[str]:
     """The strings of a Python file without its docstrings. A line break stands for a value that is inserted into a string."""
     tree = ast.parse(path.read_text())
-    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    documentation = set(docstrings(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             yield "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in documentation:
             yield re.sub(r"%[\d.,]*[dfs]", "\n", node.value)
 
 
