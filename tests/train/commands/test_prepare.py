@@ -92,6 +92,7 @@ def test_a_preparation_that_is_killed_at_random_moments_continues(tmp_path, monk
             time.sleep(0.01)
         time.sleep(generator.uniform(0, 0.3))
         if process.poll() is not None:  # This process had to wait for a core for so long that the preparation has ended.
+            assert process.returncode == 0
             shutil.rmtree(folder)
             continue
         members = [int(path.name) for path in Path("/proc").glob("[0-9]*") if _group_of(path) == process.pid]
