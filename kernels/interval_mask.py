@@ -122,7 +122,8 @@ class Intervals:
         long documents end, because a tile with two documents would loop over the columns of both.
 
         Args:
-            rows, step: the most rows per tile, and the columns per step.
+            rows: the maximum number of rows per tile.
+            step: the number of columns per step.
             split_documents: whether tiles end where long documents end.
             aligned: whether begin is a multiple of `step`.
 
@@ -192,7 +193,8 @@ class Intervals:
 
         Args:
             rows, step, aligned: as for `tiles`, except that loops of the backward are always aligned.
-            batch, heads: the number of batch entries, and the number of heads per entry.
+            batch: the number of batch entries.
+            heads: the number of heads per batch entry.
             num_head_groups: the number of groups of heads, which are processed one after another, so that the operands of a
                 group stay in the L2 cache.
             skip_empty: whether to leave out tiles in which all intervals are empty.

@@ -30,7 +30,8 @@ def order_work_tiles(
     Args:
         tiles: int32 (B or 1, T, 6) from `Intervals.tiles` of a transposed mask. Every loop begins at a multiple of `step`.
         bounds: lo and hi of every key, int32 (B or 1, Nk), on the CPU.
-        heads, heads_per_group: the number of key heads per batch entry, and the minimal number per head group.
+        heads: the number of key heads per batch entry.
+        heads_per_group: the minimal number of key heads per head group.
         group: number of query heads per key head.
 
     Returns:

@@ -84,7 +84,8 @@ class WideConfig:
 
     Args:
         dim, padded_value_dim: the head dims of the tiles.
-        part, value_part: the number of columns of a part of Q and K, and of a part of V and dO.
+        part: the number of columns of a part of Q and K.
+        value_part: the number of columns of a part of V and dO.
         queries: the number of queries per step of the kernel for dk and dv.
         q_slots, dout_slots, p_slots: the number of slots of each ring in the kernel for dk and dv.
         k_slots, v_slots: the number of slots of each ring in the kernel for dq, where the ring of K must hold two tiles.

@@ -64,7 +64,8 @@ class KernelConfig:
     Args:
         dim: the padded head dim.
         value_dim: Dv.
-        num_heads, group: the number of query heads, and of query heads per key head.
+        num_heads: the number of query heads.
+        group: the number of query heads per key head.
     """
 
     dim: int

@@ -35,7 +35,8 @@ class ForwardConfig(hopper_common.KernelConfig):
     Args:
         has_state: whether the call continues from an incoming state.
         final: whether (out, lse) is written instead of a state.
-        keys, stages: the number of keys per step, and the number of stages of the K/V pipeline.
+        keys: the number of keys per step.
+        stages: the number of stages of the K/V pipeline.
         registers: the number of registers per thread of a consumer.
         ping_pong: whether the consumers issue their products in turns.
         fence_softmax: whether to use `softmax.fence_softmax`.

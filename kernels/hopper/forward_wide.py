@@ -11,7 +11,7 @@ Read `forward_narrow` first. This kernel has two consumer warpgroups and the fol
                <---- empty[s] ------                              <------ release the stage
 
 A stage is a buffer in shared memory for one tile of K or V, with 256 or 128 columns. If K has 192 columns, a second ring buffer
-holds the last 64 columns, the *tail*. A tile of K and its tail share the mbarriers of a stage.
+holds the last 64 columns, the *tail*. Both parts of a K tile share the mbarriers of a stage.
 
 The order of the two products of a step depends on the number of available registers:
 

@@ -71,7 +71,8 @@ class Config:
     """The constants of the two kernels. The numbers padded_batch, parts and merged_rows are powers of two.
 
     Args:
-        parts, merged_rows: the largest number of parts per query, and the rows that a program of the first launch merges.
+        parts: the maximum number of parts per query.
+        merged_rows: the number of rows that a program of the first launch merges.
         merged_columns: the columns of o that a program of the second launch computes.
         page_tiles: the tiles of keys per page, or 0.
         pdl: whether the kernels use programmatic dependent launch.

@@ -80,7 +80,8 @@ def best_ulysses_degree(
         layers: the number of layers with each mask.
         ranks: U x R.
         host: the number of ranks per host; the ranks of a host, and of an all-to-all, have consecutive numbers.
-        near, far: the interconnect inside a host, and between hosts.
+        near: the interconnect inside a host.
+        far: the interconnect between hosts.
         layout: the kind of the layout of the ring, one of `KINDS`, or "auto" for `balanced_layout`.
         schedule: as for `ring_attention`.
     """

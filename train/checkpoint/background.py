@@ -74,7 +74,7 @@ class Saver:
     Leaving the context waits for the last save.
 
     Args:
-        size: the bytes of host memory for copies on this rank; None to save in the foreground.
+        size: the number of bytes to reserve for copies in host memory. With None, saves run in the foreground, without copies.
         timeout_s: the timeout of collectives.
     """
 

@@ -55,7 +55,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _get_enum_member(enum: object, name: str) -> Enum:
-    """Return a member of an Enum, which Python 3.11.0 to 3.11.3 pickle as a call of `getattr`."""
+    """Return a member of an Enum. In pickles of Python 3.11.0 to 3.11.3, a member is a call of `getattr`."""
     if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
         raise pickle.UnpicklingError(f"it contains the attribute {name} of {enum}, which is not allowed in a checkpoint")
     return enum[name]

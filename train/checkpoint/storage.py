@@ -161,7 +161,8 @@ def check_space(directory: Path, step: int, needed: int, keep: int, saves: int) 
     Args:
         directory: the directory of the run's checkpoints, which may not exist yet.
         needed: the bytes of one checkpoint.
-        keep, saves: how many checkpoints the run keeps and writes.
+        keep: how many checkpoints the run keeps.
+        saves: how many checkpoints the run writes.
 
     Raises:
         ConfigError: the disk does not have enough space for one checkpoint.

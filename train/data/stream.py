@@ -50,7 +50,8 @@ class Position(NamedTuple):
         epoch: the number of the epoch in which the block begins.
         piece, entry: before the block, the reader has read `piece` pieces of this epoch, and `entry` entries of the next piece.
         block: the number of the block.
-        document, token: the consumed documents of the block, and the consumed tokens of the next document.
+        document: the number of consumed documents of the block.
+        token: the number of consumed tokens of the next document.
         faulty: the number of faulty documents that were skipped before the block.
         fault: the message about the latest faulty document.
     """
