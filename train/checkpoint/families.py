@@ -377,17 +377,8 @@ IRRELEVANT = {
 def unknown_entries(config: dict[str, Any]) -> list[str]:
     """Return the sorted names of config.json's entries with an unknown meaning. Entries that are null are ignored."""
     family = FAMILIES[config["model_type"]]
-    known = (
-        READ
-        | family.reads
-        | family.aliases.keys()
-        | IRRELEVANT
-        | {*OFF}
-        | FIXED.keys()
-        | family.fixed.keys()
-        | family.entries.keys()
-        | {family.norm_eps}
-    )
+    of_family = family.reads.union(family.aliases, family.fixed, family.entries, {family.norm_eps})
+    known = of_family.union(READ, IRRELEVANT, OFF, FIXED)
     return sorted(name for name, value in config.items() if value is not None and name not in known)
 
 
