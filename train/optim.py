@@ -56,23 +56,10 @@ class AdamW(torch.optim.AdamW):
         averages = ([state[key] for state in states] for key in AVERAGES)
         tensors = ([local_shard(x) for x in each] for each in (group["params"], gradients, *averages))
         parameters, gradients, exp_avgs, exp_avg_sqs = tensors
+        steps = [state["step"] for state in states]
         beta1, beta2 = group["betas"]
-        adamw(
-            parameters,
-            gradients,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [state["step"] for state in states],
-            fused=group["fused"],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
+        options = {name: group[name] for name in ("fused", "amsgrad", "lr", "weight_decay", "eps", "maximize")}
+        adamw(parameters, gradients, exp_avgs, exp_avg_sqs, [], steps, beta1=beta1, beta2=beta2, **options)
 
 
 class AdamW8bit(AdamW):
