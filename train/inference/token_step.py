@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ringattn import KVCache
-from ringattn.train.inference.layer_cache import Place, decode, places
+from ringattn.train.inference.layer_cache import decode, places
 from ringattn.train.model.gpt import GPT, Finish
 
 # The largest fraction of the free GPU memory for the copy of the weights
@@ -62,13 +62,9 @@ class TokenStep:
     def _run(self) -> Tensor:
         # Local caches of equal size store a token in the same row, so compute the row once per step.
         place = places(self.caches, self.position)
-        attend = [partial(self._attend, cache=cache, place=place[cache.capacity]) for cache in self.caches]
+        options = dict(window=None, group=None, backend=self.backend)
+        attend = [partial(decode, cache=cache, place=place[cache.capacity], **options) for cache in self.caches]
         return self.model(self.token, self.position, attend, self.finish)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, place: Place, sink_logits: Tensor | None = None
-    ) -> Tensor:
-        return decode(q, k, v, cache, None, place, None, self.backend, sink_logits)
 
 
 def copy_for_one_rank(model: GPT, dtype: torch.dtype, device: torch.device) -> GPT | None:
