@@ -57,29 +57,18 @@ def _triton():
 
 
 @cache
-def _forward_kernel(backend: str) -> Callable[..., Tensors]:
+def _kernel(backend: str, name: str) -> Callable[..., Tensors]:
+    """Return the function of a backend that is called `name`, which is "forward" or "backward"."""
     match backend:
         case "hopper":
-            return _hopper().forward.forward
+            module = getattr(_hopper(), name)
         case "triton":
-            return _triton().forward.forward
+            module = getattr(_triton(), name)
         case "blockwise":
-            return blockwise.forward
+            module = blockwise
         case _:
-            return reference.forward
-
-
-@cache
-def _backward_kernel(backend: str) -> Callable[..., Gradients]:
-    match backend:
-        case "hopper":
-            return _hopper().backward.backward
-        case "triton":
-            return _triton().backward.backward
-        case "blockwise":
-            return blockwise.backward
-        case _:
-            return reference.backward
+            module = reference
+    return getattr(module, name)
 
 
 def forward(
@@ -126,7 +115,7 @@ def forward(
     options: dict[str, Any] = {"dropout": dropout, "blocks": blocks, "precision": precision}
     if chosen == "hopper":
         options["shares_sms"] = shares_sms
-    return _forward_kernel(chosen)(q, k, v, intervals, scale, state, final, **options)
+    return _kernel(chosen, "forward")(q, k, v, intervals, scale, state, final, **options)
 
 
 def _forward_rounded(
@@ -270,7 +259,7 @@ def decode(
     record(choice)
     if choice.backend == "triton":
         return _triton().decode.decode(q, k, v, lo, hi, scale, final, sinks, page_table)
-    return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _forward_kernel(choice.backend))
+    return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _kernel(choice.backend, "forward"))
 
 
 def prepare_decode(
@@ -294,7 +283,7 @@ def prepare_decode(
     if choice.backend == "triton":
         compute = _triton().decode.Decoder(q, k, v, lo, scale, final, sinks, page_table)
     else:
-        forward = _forward_kernel(choice.backend)
+        forward = _kernel(choice.backend, "forward")
 
         def compute(q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None) -> Any:
             return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, forward)
@@ -364,7 +353,7 @@ def backward(
         options["shares_sms"] = shares_sms
     elif isinstance(delta, tuple):
         delta = row_delta(delta[0], dout, delta[1], chosen)
-    return _backward_kernel(chosen)(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
+    return _kernel(chosen, "backward")(q, k, v, dout, lse, delta, intervals, scale, dq, dk, dv, **options)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

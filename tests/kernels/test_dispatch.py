@@ -40,7 +40,7 @@ def test_few_queries_are_computed_by_the_split_kv_kernel(shapes, options, splits
         decode=lambda *_, **__: calls.append(True) or (None, None), forward=lambda *_, **__: calls.append(False)
     )
     monkeypatch.setattr(dispatch, "_choose", lambda *_: Choice("hopper", ""))
-    monkeypatch.setattr(dispatch, "_forward_kernel", lambda backend: kernels.forward)
+    monkeypatch.setattr(dispatch, "_kernel", lambda backend, name: getattr(kernels, name))
     monkeypatch.setattr(dispatch, "_triton", lambda: SimpleNamespace(decode=kernels))
     monkeypatch.setattr(validation, "check_inputs", lambda *_: None)
     q, k = (torch.empty(shape, dtype=options.pop("dtype", torch.bfloat16), device="meta") for shape in shapes)
@@ -160,8 +160,8 @@ def test_few_queries_are_not_computed_by_the_fp8_kernel(queries, reads_fp8, monk
 
 
 def test_every_kernel_is_imported_from_the_module_of_its_backend():
-    for name, load in (("forward", dispatch._forward_kernel), ("backward", dispatch._backward_kernel)):
-        kernels = [load(backend) for backend in ("hopper", "triton", "blockwise", "reference")]
+    for name in ("forward", "backward"):
+        kernels = [dispatch._kernel(backend, name) for backend in ("hopper", "triton", "blockwise", "reference")]
         modules = f"hopper.{name}", f"triton.{name}", "blockwise", "reference"
         expected = [f"ringattn.kernels.{module}.{name}" for module in modules]
         assert [f"{kernel.__module__}.{kernel.__name__}" for kernel in kernels] == expected
@@ -174,8 +174,7 @@ def test_hopper_kernels_are_told_whether_they_share_the_sms(monkeypatch):
         received.append(shares_sms)
 
     monkeypatch.setattr(dispatch, "_choose", lambda *_: Choice("hopper", ""))
-    monkeypatch.setattr(dispatch, "_forward_kernel", lambda backend: kernel)
-    monkeypatch.setattr(dispatch, "_backward_kernel", lambda backend: kernel)
+    monkeypatch.setattr(dispatch, "_kernel", lambda backend, name: kernel)
     q = torch.zeros(1, 2, 1, 8)
     dispatch.forward(q, q, q, full(2, 2), 1.0)
     for shares_sms in (False, True):
