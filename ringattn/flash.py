@@ -101,17 +101,8 @@ def flash_attention(
     check_sink_logits(sink_logits, q)
     if precision == "fp8":
         validation.check_fp8(has_dropout=False, has_blocks=blocks is not None)
-    spec = AttentionSpec(
-        numbers=mask.numbers,
-        before=mask.reach[0],
-        after=mask.reach[1],
-        layout="contiguous",
-        seq_len=seq_len,
-        ranks=1,
-        keep=None if blocks is None else blocks.keep,
-        block_size=0 if blocks is None else blocks.size,
-        **options,
-    )
+    keep, block_size = (None, 0) if blocks is None else (blocks.keep, blocks.size)
+    spec = AttentionSpec(mask.numbers, *mask.reach, "contiguous", seq_len, ranks=1, keep=keep, block_size=block_size, **options)
     out, lse, _ = _attention(q, k, v, spec)
     return with_sinks(out, lse, sink_logits, return_lse)
 

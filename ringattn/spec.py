@@ -48,15 +48,7 @@ class AttentionSpec(NamedTuple):
     @classmethod
     def create(cls, mask: Mask, layout: Layout, **options: Any) -> "AttentionSpec":
         """Return the spec for a mask and a layout. The dict `options` contains the other fields of the spec."""
-        return cls(
-            numbers=mask.numbers,
-            before=mask.reach[0],
-            after=mask.reach[1],
-            layout=layout.kind,
-            seq_len=layout.seq_len,
-            ranks=layout.ranks,
-            **options,
-        )
+        return cls(mask.numbers, *mask.reach, layout.kind, layout.seq_len, layout.ranks, **options)
 
     @property
     def mask(self) -> Mask:
