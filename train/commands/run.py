@@ -211,7 +211,7 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     # name.
     OmegaConf.register_new_resolver("run_name", checked_name, replace=True)
     # The help text in configs/train.yaml contains ${common_settings:}.
-    OmegaConf.register_new_resolver("common_settings", _common_settings, replace=True)
+    OmegaConf.register_new_resolver("common_settings", common_settings, replace=True)
     sys.argv[1:] = options_first(quote_paths(sys.argv[1:]))
     try:
         check_options()
@@ -230,10 +230,6 @@ def run_hydra(run_job: Callable[[DictConfig], None]) -> int:
     except SystemExit as request:  # Hydra raises SystemExit for --help, --cfg and unknown flags. TrainingStopped ends a sweep.
         return int(request.code or 0)
     return 0
-
-
-def _common_settings(*, _root_: DictConfig) -> str:
-    return common_settings(_root_)
 
 
 def select_recipe() -> None:

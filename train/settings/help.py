@@ -37,13 +37,16 @@ def as_yaml(value: object) -> str:
     return repr(value) if value == "" or str(value).strip() != str(value) else str(value)
 
 
-def common_settings(settings: DictConfig) -> str:
-    """Describe each common setting in one line, with its value and the first sentence of its comment."""
+def common_settings(*, _root_: DictConfig) -> str:
+    """Describe each common setting in one line, with its value and the first sentence of its comment.
+
+    As a resolver of OmegaConf, the function receives all settings in the argument `_root_`.
+    """
     lines = []
     for name in COMMON:
         group, _, option = name.rpartition(".")
         texts = explanations(type(getattr(Config(), group)) if group else Config)
-        value = as_yaml(OmegaConf.select(settings, name))
+        value = as_yaml(OmegaConf.select(_root_, name))
         first_sentence = texts[option].partition(". ")[0].rstrip(".")
         lines.append(f"{f'{name}={value}':<30}{first_sentence}.")
     # Hydra would substitute names after a dollar sign.
