@@ -8,10 +8,11 @@ import torch.distributed as dist
 from ringattn.train.commands.arguments import apply_overrides
 from ringattn.train.commands.options import Model, write_table_and_plot
 from ringattn.train.data.chat import load_template
-from ringattn.train.data.needle import MAX_COUNT, NeedleDocuments
+from ringattn.train.data.needle import MAX_COUNT, NUM_DEPTHS, NeedleDocuments
 from ringattn.train.data.packing import PackedDataset, load
 from ringattn.train.inference.losses import default_lengths
-from ringattn.train.inference.needle import evaluate_needle, number_of_documents
+from ringattn.train.inference.needle import evaluate_needle
+from ringattn.train.inference.recall import number_of_documents
 from ringattn.train.parallel.ranks import sync_errors
 from ringattn.train.reports.recall_results import accuracy_table, plot_accuracies
 from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, with_settings
@@ -39,7 +40,7 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
         documents = NeedleDocuments.of(task, text, run.tokenizer, data)
         lengths = [config.data.seq_len for config in configs]
         padding = dist.get_world_size() * configs[0].trainer.batch_size  # documents that only fill up the last batch
-        documents.check(lengths[0], number_of_documents(configs[0]) + padding)
+        documents.check(lengths[0], number_of_documents(configs[0], lengths[0], NUM_DEPTHS) + padding)
     accuracies = evaluate_needle(run, documents, lengths)
     with sync_errors():
         if dist.get_rank() == 0:

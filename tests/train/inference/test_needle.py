@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ringattn.train import setup as run_setup
 from ringattn.train.data.needle import NeedleDocuments
-from ringattn.train.inference import needle
+from ringattn.train.inference import recall
 from ringattn.train.inference.needle import evaluate_needle
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.settings.config import with_settings
@@ -31,7 +31,7 @@ def accuracies(directory: Path, corpus: str, dp: int, ring: int, answers: str) -
 
 def expect_own_answers(run, documents) -> None:
     """Replace the label of every answer token by the most likely token, except for one token at depth 3."""
-    forward = needle.forward
+    forward = recall.forward
 
     def forward_with_own_labels(run, batch, masks, layout, loss_fn):
         best = forward(
@@ -48,7 +48,7 @@ def expect_own_answers(run, documents) -> None:
                 batch.labels[row, is_answer[row].nonzero()[0]] += 1
         return forward(run, batch, masks, layout, loss_fn)
 
-    needle.forward = forward_with_own_labels
+    recall.forward = forward_with_own_labels
     create = documents.batch
 
     def batch(length, numbers):
@@ -73,7 +73,7 @@ EXPECTED = {(length, depth): float(depth != 60) for length in (200, 300) for dep
 
 
 def test_an_answer_counts_if_all_its_tokens_are_the_most_likely(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(needle, "forward", needle.forward)
+    monkeypatch.setattr(recall, "forward", recall.forward)
     with one_rank():
         assert accuracies(tmp_path, corpus, 1, 1, "own") == EXPECTED
         monkeypatch.undo()
