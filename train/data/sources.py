@@ -145,9 +145,7 @@ class Corpus:
         match config.source:
             case "hub":
                 rows: Any = self._rows
-                columns = choose_columns(config.description, rows.features, config)
-                selected = rows.select_columns(columns).select(range(piece.begin, piece.end or 0))
-                yield from _arrow_rows(config.description, selected.with_format("arrow").iter(64), config, piece.begin)
+                yield from hub_rows(rows.select(range(piece.begin, piece.end or 0)), config, piece.begin)
             case "stdlib" | "text" if config.join == "folder":
                 for folder, members in itertools.groupby(names, key=_folder_of(config)):
                     yield from _joined(folder, list(members), config)
@@ -431,10 +429,13 @@ def check_hub_columns(rows: Any, config: DataConfig) -> None:
         raise no_text(config.description, config.column, kind)
 
 
-def hub_rows(rows: Any, config: DataConfig) -> Iterator[Entry]:
-    """Read the documents of a Dataset or an IterableDataset. After a faulty document, the iterator continues."""
+def hub_rows(rows: Any, config: DataConfig, first: int = 0) -> Iterator[Entry]:
+    """Read the documents of a Dataset or an IterableDataset. After a faulty document, the iterator continues.
+
+    `first` is the number of the first row, for error messages.
+    """
     columns = choose_columns(config.description, rows.features, config)
-    return _arrow_rows(config.description, rows.select_columns(columns).with_format("arrow").iter(64), config, first=0)
+    return _arrow_rows(config.description, rows.select_columns(columns).with_format("arrow").iter(64), config, first)
 
 
 def _arrow_rows(where: str, batches: Iterable[Any], config: DataConfig, first: int) -> Iterator[Entry]:
