@@ -581,9 +581,10 @@ def _hub_name(config: DataConfig) -> str:
     return config.path
 
 
-def _json_row(where: object, line: bytes) -> dict[str, Any] | None:
-    content = line.decode(ENCODING)
-    if not (content := content.strip()):
+def _json_record(where: object, line: bytes, config: DataConfig) -> dict[str, Any] | None:
+    """Return the columns to read of a JSON line, or None for a blank line."""
+    check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
+    if not (content := line.decode(ENCODING).strip()):
         return None
     try:
         row = json.loads(content)
@@ -594,13 +595,6 @@ def _json_row(where: object, line: bytes) -> dict[str, Any] | None:
         raise ConfigError(
             f"{where} is not a JSON object with a text column: check the line, which begins with {content[:30]!r}"
         )
-    return row
-
-
-def _json_record(where: object, line: bytes, config: DataConfig) -> dict[str, Any] | None:
-    check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
-    if (row := _json_row(where, line)) is None:
-        return None
     return {column: row[column] for column in choose_columns(where, row, config)}
 
 
