@@ -68,13 +68,10 @@ def order_work_tiles(
     index = index.view(num_heads, num_tiles)
     first, predecessor, num_free = columns.unbind(-1)
     every = torch.ones_like(first)
-    by_head = (
-        (all_heads % heads)[:, None] * every,
-        (all_heads // heads)[:, None] * every,
-        (1 - 2 * backwards.long())[:, None] * every,
-    )
+    per_head = all_heads % heads, all_heads // heads, 1 - 2 * backwards.long()
     own = tiles[mask]
-    table = [own[..., 0], own[..., 1], first * step, 0 * every, own[..., 4], own[..., 5], *by_head]
+    table = [own[..., 0], own[..., 1], first * step, 0 * every, own[..., 4], own[..., 5]]
+    table += [x[:, None] * every for x in per_head]
     table += [index, index.gather(1, predecessor), num_free]
     return torch.stack(table, -1).flatten(0, 1)[order].int()
 
