@@ -101,6 +101,19 @@ def handle_stop_signals() -> Generator[None]:
         os.close(end)
 
 
+def start_compiler() -> None:
+    """Start the processes in which `torch.compile` compiles, and let them ignore stop signals.
+
+    torchrun sends a SIGTERM to the children of every rank, too. Until torch 2.14, a compilation without these processes never
+    ends.
+    """
+    from torch._inductor.async_compile import AsyncCompile  # takes a second, and only `torch.compile` needs it
+
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)  # child processes inherit the mask
+    AsyncCompile.warm_pool()
+    signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
 def request_stop() -> None:
     """Make `stop_requested` true on this rank until `handle_stop_signals` ends. Any thread may call this function."""
     global _is_stop_requested

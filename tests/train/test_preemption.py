@@ -32,6 +32,7 @@ from ringattn.train.preemption import (
 from ringattn.train.reports import metrics
 from ringattn.train.settings.config import Config, ConfigError, with_settings
 from ringattn.train.step import until_stopped
+from scripts import command
 from tests.distributed import run_ranks
 from tests.train.checkpoint.test_formats import unpack
 from tests.train.jobs import job, one_rank
@@ -100,6 +101,26 @@ def test_signal_is_noticed_while_the_main_thread_is_in_a_long_call():
         sender.join()
     assert noticed == [True]
     assert preemption._signal_pipe is None
+
+
+COMPILE_AFTER_SIGTERM = """
+import os, signal
+from torch._inductor.async_compile import AsyncCompile
+from ringattn.train import preemption
+
+preemption.start_compiler()
+pool = AsyncCompile.process_pool()
+pool.submit(os.getpid).result(100)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.killpg(0, signal.SIGTERM)
+pool.submit(os.getpid).result(20)
+"""
+
+
+def test_compiler_survives_a_sigterm_to_all_children():
+    """If torch's compiler processes died, the next compilation would wait for them forever."""
+    environment = command.child_environment(TORCHINDUCTOR_COMPILE_THREADS="2")
+    subprocess.run([sys.executable, "-c", COMPILE_AFTER_SIGTERM], env=environment, start_new_session=True, check=True)
 
 
 def test_time_limit_counts_from_the_launch(monkeypatch):
