@@ -46,8 +46,8 @@ PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# `forward_short` needs views that extend beyond one slice of a buffer, which Triton 3.8 and later reject.
-CHECKS_VIEWS = TRITON_VERSION >= (3, 8)
+# `forward_short` needs views that extend beyond one buffer. Triton 3.8 rejects them, and Triton 3.9 accepts only slices.
+NEEDS_SLICES = gl.constexpr(TRITON_VERSION >= (3, 9))
 
 # Triton 3.8 renamed the functions for TMA copies.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

@@ -331,7 +331,7 @@ def forward(
 
 def _packed_heads(heads: tuple[int, int], intervals: Intervals) -> int:
     """Return the number of heads per product of `forward_short`, or 0 if the kernel cannot run."""
-    if intervals.longest_tile > SHORT_KEYS or hopper_common.CHECKS_VIEWS:
+    if intervals.longest_tile > SHORT_KEYS or hopper_common.TRITON_VERSION == (3, 8):
         return 0
     eight_rows, sixteen_rows = intervals.longest_small_tiles
     # A product starts at a multiple of 8 keys, so up to 7 of its first keys may be masked.

@@ -25,12 +25,18 @@ KEYS = gl.constexpr(128)
 
 
 @gluon.jit
+def _groups(buffers, first, COUNT: gl.constexpr):
+    # Before Triton 3.9, the number of buffers of a slice must be a power of two.
+    return buffers.slice(first, COUNT) if hopper_common.NEEDS_SLICES else buffers.index(first)
+
+
+@gluon.jit
 def _load_keys(tensor, tile, buffers, full, CONFIG: gl.constexpr):
     COPIES: gl.constexpr = CONFIG.stages
     if tile[3] > 0:
         mbarrier.expect(full, COPIES * tensor.block_type.nbytes)
         for i in gl.static_range(COPIES):
-            view = tile_view(buffers.index(i * (CONFIG.keys // GROUP_ROWS)), tensor)
+            view = tile_view(_groups(buffers, i * (CONFIG.keys // GROUP_ROWS), CONFIG.keys // GROUP_ROWS), tensor)
             tma_load(tensor, [tile[0], tile[4][0] + i * CONFIG.keys, tile[1], 0], full, view)
 
 
@@ -64,15 +70,28 @@ def _load_bounds(lo, hi, rows, num_masks, num_queries, CONFIG: gl.constexpr):
 
 
 @gluon.jit
+def _rows_view(buffers, first, COUNT: gl.constexpr, DIM: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COUNT, DIM], buffers.dtype)
+    return hopper_common.reinterpret(_groups(buffers, first, COUNT // GROUP_ROWS), buffers.dtype, [COUNT, DIM], LAYOUT)
+
+
+@gluon.jit
+def _tiles_from(buffers, first, CONFIG: gl.constexpr):
+    tail = _rows_view(buffers, first + KEYS // GROUP_ROWS, CONFIG.tail_keys, CONFIG.dim)
+    return _rows_view(buffers, first, KEYS, CONFIG.dim), tail
+
+
+@gluon.jit
 def _tiles(buffers, group, CONFIG: gl.constexpr):
-    DIM: gl.constexpr = CONFIG.dim
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, DIM], buffers.dtype)
-    TAIL_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CONFIG.tail_keys, DIM], buffers.dtype)
-    tail = buffers.index(group + KEYS // GROUP_ROWS)
-    return (
-        hopper_common.reinterpret(buffers.index(group), buffers.dtype, [KEYS, DIM], LAYOUT),
-        hopper_common.reinterpret(tail, buffers.dtype, [CONFIG.tail_keys, DIM], TAIL_LAYOUT),
-    )
+    LAST_GROUP: gl.constexpr = (ROWS - ROWS // CONFIG.heads_per_row) // GROUP_ROWS
+    if hopper_common.NEEDS_SLICES:  # The first buffer of a slice must be a constant.
+        keys, tail = _tiles_from(buffers, 0, CONFIG)
+        for i in gl.static_range(1, LAST_GROUP + 1):
+            if group == i:
+                keys, tail = _tiles_from(buffers, i, CONFIG)
+    else:
+        keys, tail = _tiles_from(buffers, group, CONFIG)
+    return keys, tail
 
 
 @gluon.jit(do_not_specialize=["num_masks", "num_queries"])

@@ -352,7 +352,8 @@ def source_functions(modules: list[ModuleType]) -> dict[str, Callable]:
     """Return the kernels and the device functions of these modules, which use the emulator in place of Gluon."""
     names: dict[str, Any] = dict(
         gl=LANGUAGE, tl=LANGUAGE, mbarrier=MBARRIER, hopper_common=SimpleNamespace(
-            execute=_execute, tma_store_wait=_wait_for_sources, thread_barrier=_nothing, reinterpret=_reinterpret
+            execute=_execute, tma_store_wait=_wait_for_sources, thread_barrier=_nothing, reinterpret=_reinterpret,
+            NEEDS_SLICES=hopper_common.NEEDS_SLICES.value,
         ),
         execute=_execute,
         warpgroup_mma=_issue, warpgroup_mma_wait=_wait_for_products, fence_async_shared=_nothing, accumulator_layout=_nothing,

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from ringattn.kernels.hopper.common import CHECKS_VIEWS, TRITON_VERSION
+from ringattn.kernels.hopper.common import TRITON_VERSION
 
 pytestmark = pytest.mark.xfail(TRITON_VERSION == (3, 8), reason="Triton 3.8 spills registers in some kernels")
 # Bytes of shared memory that a program may use on sm_90.
@@ -161,13 +161,8 @@ HOPPER_CASES = {
 }
 
 
-SHORT_FORWARD = pytest.param(
-    "short-forward", marks=pytest.mark.xfail(CHECKS_VIEWS, reason="Triton 3.8 and later reject the views of the kernel")
-)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", SHORT_FORWARD, "backward"])
+@pytest.mark.parametrize("direction", HOPPER_CASES)
 def test_hopper_kernels_of_all_cases_overlap_products_with_softmax(direction, compiler):
     check_pipeline(compile_cases(compiler, "compile_hopper", [f"{direction}:{case}" for case in HOPPER_CASES[direction]]))
 

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from triton.experimental.gluon import language as gl
 
 from ringattn.kernels import reference
 from ringattn.kernels.hopper import column_parts, epilogue, forward_short, softmax
@@ -43,11 +44,19 @@ MASKS = {
 
 
 @pytest.mark.parametrize(
-    ("mask", "heads", "dim"), [("empty rows", (4, 2), 64), ("documents", (4, 1), 40), ("window", (8, 1), 64)]
+    ("mask", "heads", "dim", "triton_version"),
+    [
+        ("empty rows", (4, 2), 64, (3, 7)),
+        ("documents", (4, 1), 40, (3, 7)),
+        ("documents", (4, 1), 64, (3, 9)),
+        ("window", (8, 1), 64, (3, 7)),
+        ("window", (8, 1), 64, (3, 9)),
+    ],
 )
-def test_source_of_the_kernel_computes_attention(mask, heads, dim, monkeypatch):
+def test_source_of_the_kernel_computes_attention(mask, heads, dim, triton_version, monkeypatch):
     """In float64, a missing key would change an output by far more than 1e-6."""
-    monkeypatch.setattr(hopper_common, "CHECKS_VIEWS", False)
+    monkeypatch.setattr(hopper_common, "TRITON_VERSION", triton_version)
+    monkeypatch.setattr(hopper_common, "NEEDS_SLICES", gl.constexpr(triton_version >= (3, 9)))
     lo, hi = MASKS[mask]
     problem = make_problem(lo, hi, lo.shape[1], torch.float16, 1, heads, (dim, dim)).double()
     with emulated(hopper_forward, 3, [column_parts, softmax, epilogue, forward_short]):
@@ -56,9 +65,9 @@ def test_source_of_the_kernel_computes_attention(mask, heads, dim, monkeypatch):
         torch.testing.assert_close(x.double(), expected.double(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("checks_views", "packed_heads"), [(False, 8), (True, 0)])
-def test_kernel_is_not_used_if_triton_rejects_its_views(checks_views, packed_heads, monkeypatch):
-    monkeypatch.setattr(hopper_common, "CHECKS_VIEWS", checks_views)
+@pytest.mark.parametrize(("triton_version", "packed_heads"), [((3, 7), 8), ((3, 8), 0), ((3, 9), 8)])
+def test_kernel_is_not_used_if_triton_rejects_its_views(triton_version, packed_heads, monkeypatch):
+    monkeypatch.setattr(hopper_common, "TRITON_VERSION", triton_version)
     assert hopper_forward._packed_heads((8, 1), Intervals.of(*MASKS["window"], 1000)) == packed_heads
 
 
