@@ -184,9 +184,10 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
 
 def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
     store = _get_process_group_store(group)
+    # If the server of the store has died, `check` raises an error. `clone` would try to connect for up to 30 minutes.
+    store.check([prefix])
     # A clone of the store has its own connection, so the watchdog's waits do not delay other users.
-    store = store.clone() if hasattr(store, "clone") else store
-    return dist.PrefixStore(f"ringattn/{prefix}", store)
+    return dist.PrefixStore(f"ringattn/{prefix}", store.clone() if hasattr(store, "clone") else store)
 
 
 def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:

@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -322,6 +323,18 @@ def retry_after_a_timeout() -> None:
     dist.barrier()
     os.environ[watchdog.TIMEOUT] = "60"
     call_small_ring()
+
+
+def test_a_store_whose_server_has_died_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun may be killed before the first call. Its ranks must not try to reach the store until a timeout."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=15))
+    monkeypatch.setattr(connect, "_get_process_group_store", lambda group: client)
+    del server
+    start = time.monotonic()
+    with pytest.raises(dist.DistNetworkError):
+        connect._group_store(None, "handshake")
+    assert time.monotonic() - start < 10
 
 
 def test_a_handshake_may_be_repeated_after_a_timeout(tmp_path: Path) -> None:
