@@ -191,18 +191,19 @@ class AheadLoader(Loader):
         # One thread is enough for small arrays. The tokenizer of a tokenizer.json uses several threads (Rayon). The loader
         # process must import the package from the same path, and nothing from the current directory.
         threads = str(max(len(os.sched_getaffinity(0)) // ranks_per_host(), 1))
-        environment = (
+        env = (
             {"RAYON_NUM_THREADS": threads}
             | os.environ
             | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"}
         )
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, (ROOT, os.environ.get("PYTHONPATH"))))
         if dist.is_initialized():
-            environment["RANK"] = str(dist.get_rank())
+            env["RANK"] = str(dist.get_rank())
         command = [sys.executable, "-c", START, str(os.getpid())]
         connection, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs.fileno(), env=environment)
+            # Stop signals to the process group of the training process must not end the process while it starts.
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs.fileno(), env=env, process_group=0)
         assert self._process.stdin is not None
         self._requests_file = self._process.stdin
         # A thread receives the messages, so that the loader process never waits for the training process.

@@ -231,6 +231,11 @@ def test_the_process_knows_the_rank_of_the_trainer(monkeypatch: pytest.MonkeyPat
     assert popen.call_args.kwargs["env"]["RANK"] == "3"
 
 
+def test_a_signal_to_the_process_group_of_the_trainer_misses_the_process(ahead: AheadLoader) -> None:
+    """torchrun signals process groups. The process ignores stop signals, but not while it starts."""
+    assert os.getpgid(ahead._process.pid) != os.getpgrp()
+
+
 def test_the_end_of_a_process_reaches_the_trainer(ahead: AheadLoader) -> None:
     ahead.learn([Requests((), ())])
     ahead.begin(preparation(seq_len=64))
