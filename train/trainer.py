@@ -84,7 +84,7 @@ def train(config: Config, directory: Path) -> dict[str, Any]:
         with sync_errors():
             wandb_run = WandbRun(run.config, directory, facts)
         startup.end_part("W&B")
-        with wandb_run:
+        with preemption.handle_stop_signals(), wandb_run:  # A stop request must not interrupt the end of the W&B run.
             take_steps(run, directory, done, consumed, wandb_run)
             write_sample(run, directory, wandb_run)
             return write_results(run, directory, done, wandb_run)
@@ -119,11 +119,11 @@ def complete_run(run: Run, directory: Path, done: int, facts: dict[str, Any]) ->
         return summary
     with sync_errors():
         wandb_run = WandbRun(run.config, directory, facts)
-    with wandb_run:
+    with preemption.handle_stop_signals(), wandb_run:
         with sync_errors():
             # A run that went back to an earlier step keeps the checkpoints and the records of later steps.
             recorder = metrics.Recorder(run.config, directory, math.inf, wandb_run=wandb_run)
-        with closing(recorder), preemption.handle_stop_signals():
+        with closing(recorder):
             repeat_evaluation(run, directory, done, recorder, wandb_run)
         write_sample(run, directory, wandb_run)
         return write_results(run, directory, 0, wandb_run)
@@ -176,7 +176,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
         recorder = metrics.Recorder(run.config, directory, done, run.peak_flops, wandb_run)
     profiler = Profiler(trainer, directory, run.device, done)
     saved = done  # the step of the newest checkpoint
-    with closing(recorder), closing(profiler), preemption.handle_stop_signals(), build_saver(run, done) as saver:
+    with closing(recorder), closing(profiler), build_saver(run, done) as saver:
         repeat_evaluation(run, directory, done, recorder, wandb_run)
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()

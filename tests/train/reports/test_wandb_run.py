@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -14,12 +15,13 @@ from unittest.mock import Mock
 import pytest
 import torch.distributed as dist
 
+from ringattn.train import trainer
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.reports import metrics
 from ringattn.train.reports.metrics import Recorder, read
 from ringattn.train.reports.wandb_run import WandbRun
 from ringattn.train.settings.config import Config, ConfigError, LoggerConfig, TrainerConfig
-from tests.train.launch import SMALL
+from tests.train.launch import SMALL, launch_ranks, write_corpus
 from tests.train.wandb_files import Segment, read_segments, read_table
 from tests.train.wandb_server import WandbServer, start_server
 
@@ -261,6 +263,19 @@ def test_run_that_was_killed_before_its_summary_completes_it_in_its_wandb_run(co
     first, second = read_segments(directory)
     assert first.id == second.id
     assert second.summary["final_loss"] == first.summary["final_loss"]
+
+
+def receive_sigterm_after_the_last_step(rank: int) -> None:
+    write_sample = trainer.write_sample
+    trainer.write_sample = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or write_sample(*arguments)
+
+
+def test_sigterm_after_the_last_step_does_not_end_the_wandb_run_early(tmp_path):
+    """The steps would be lost, because later launches do not repeat them."""
+    job = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "logger=offline", "name=a", "trainer.steps=2"]
+    is_successful, _, stderr = launch_ranks(1, tmp_path, *job, prepare=receive_sigterm_after_the_last_step)
+    assert is_successful, stderr
+    assert {row["step"] for row in only_segment(tmp_path / "outputs" / "a").history} == {1, 2}
 
 
 @pytest.mark.parametrize("choice", ["auto", "offline"])
