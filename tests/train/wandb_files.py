@@ -8,7 +8,6 @@ chunks. Each record is a serialised protobuf message.
 
 import json
 import struct
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,15 +37,11 @@ class Segment:
 def read_segments(directory: Path) -> list[Segment]:
     """Return the segments of a run in the order in which they were written. `directory` is the directory of the run.
 
-    The process of W&B may write the end of a file shortly after the launch has finished its W&B run. This function waits for
-    the end.
+    All launches must have finished their W&B runs.
     """
-    paths = sorted(directory.glob("wandb/offline-run-*/run-*.wandb"))
-    deadline = time.monotonic() + 200
-    while any(read_segment(path).exit_code is None for path in paths):
-        assert time.monotonic() < deadline, "W&B has not finished a file"
-        time.sleep(0.02)
-    return [read_segment(path) for path in paths]
+    segments = [read_segment(path) for path in sorted(directory.glob("wandb/offline-run-*/run-*.wandb"))]
+    assert all(segment.exit_code is not None for segment in segments), "W&B has not finished a file"
+    return segments
 
 
 def read_segment(path: Path) -> Segment:

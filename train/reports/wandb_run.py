@@ -10,6 +10,7 @@ import secrets
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +88,15 @@ class WandbRun:
             exit_code: 0 if the launch ended as intended. W&B shows a run as failed if its exit code is not 0.
         """
         self._call(lambda run: run.finish(exit_code=exit_code))
+        # Offline, `finish` returns before W&B's process has written the last records. Wait for the end of the process.
+        self._call(lambda _: import_module("wandb").teardown())
         if self._run is not None and self._is_offline:
             log.info(f"{'W&B':<12}upload this run with: {sync_command(self._directory)}")
         self._run = None
 
     def _log_media(self, name: str, step: int, kind: str, *arguments: Any, **options: Any) -> None:
-        def log_object(run: Any) -> None:
-            import wandb  # Import wandb only if W&B is on, because the import is slow.
-
-            run.log({"step": step, name: getattr(wandb, kind)(*arguments, **options)})
-
-        self._call(log_object)
+        # Import wandb only if W&B is on, because the import is slow.
+        self._call(lambda run: run.log({"step": step, name: getattr(import_module("wandb"), kind)(*arguments, **options)}))
 
     def _call(self, method: Callable[[Any], Any]) -> None:
         if self._run is None:
