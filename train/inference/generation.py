@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ringattn import KVCache, Layout, Mask, ring_attention
+from ringattn.train import preemption
 from ringattn.train.data.records import RecordDataset
 from ringattn.train.inference.layer_cache import decode, new_cache, places, prefill
 from ringattn.train.inference.token_step import TokenStep, copy_for_one_rank
@@ -27,9 +28,12 @@ PROMPT_TOKENS = 256
 
 
 def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -> None:
-    """Write the prompt and a generated continuation to sample.txt, unless `trainer.sample_tokens` is 0."""
+    """Write the prompt and a generated continuation to sample.txt, unless `trainer.sample_tokens` is 0.
+
+    After a stop signal, the sample is left to the next launch, because torchrun waits only 30 s for the end of a rank.
+    """
     trainer = run.config.trainer
-    if trainer.sample_tokens == 0:
+    if trainer.sample_tokens == 0 or preemption.any_rank_stop_requested(None):
         return
     adds_bos = True
     if trainer.sample_prompt is None and isinstance(run.held_out, RecordDataset):
