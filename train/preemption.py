@@ -9,6 +9,7 @@ import errno
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,9 +30,6 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL)
 _received_signals: set[int] = set()
 # A flag with which other parts of the run request a stop
 _is_stop_requested = False
-# A pipe to which Python writes each signal at once. Signal handlers run only when the main thread returns to Python. A save may
-# keep the main thread busy for longer than torchrun waits.
-_signal_pipe: int | None = None
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 REQUESTED = "{}: the run ends after this step or micro-step, and saves a checkpoint{}\n"
 
@@ -68,37 +66,53 @@ def handle_stop_signals() -> Generator[None]:
     torchrun ends the process at once.
     """
 
-    announced: set[int] = set()
+    announced = set[int]()
+
+    def receive() -> None:
+        """Announce the signals, in a thread, because the main thread may be in a call that never returns to Python."""
+        while data := os.read(pipe, 1):
+            (number,) = data
+            if number not in handled:
+                continue
+            _received_signals.add(number)
+            if signal.SIGINT in announced and number != signal.SIGHUP:
+                os._exit(130)  # The main thread has not called `record`.
+            if number not in announced and dist.get_rank() == 0:
+                is_interrupt = number == signal.SIGINT
+                name = "Ctrl-C" if is_interrupt else signal.Signals(number).name
+                text = REQUESTED.format(name, "; a second Ctrl-C ends it without saving" if is_interrupt else "")
+                with suppress(OSError):  # The terminal may be closed.
+                    os.write(2, text.encode())
+            announced.add(number)
 
     def record(number: int, _: object) -> None:
         _received_signals.add(number)
         if number == signal.SIGINT:
             for each in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(each, signal.SIG_DFL)
-        if number not in announced and dist.get_rank() == 0:
-            announced.add(number)
-            is_interrupt = number == signal.SIGINT
-            name = "Ctrl-C" if is_interrupt else signal.Signals(number).name
-            text = REQUESTED.format(name, "; a second Ctrl-C ends it without saving" if is_interrupt else "")
-            # print() must not be used here, because the signal may have interrupted another print().
-            with suppress(OSError):  # The terminal may be closed.
-                os.write(2, text.encode())
 
-    global _signal_pipe, _is_stop_requested
+    global _is_stop_requested
     handled = [each for each in HANDLED_SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+    pipe, end = os.pipe()
+    os.set_blocking(end, False)
     previous = {number: signal.signal(number, record) or signal.SIG_DFL for number in handled}
-    _signal_pipe, end = os.pipe()
-    for each in (_signal_pipe, end):
-        os.set_blocking(each, False)
     previous_end = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+    receiver = threading.Thread(target=receive, daemon=True)
+    receiver.start()
+    # torchrun also signals the children of a rank. Compilers such as ptxas inherit this mask, so their compilation does not
+    # fail. The signals of this process reach the thread above.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.set_wakeup_fd(previous_end)
         for number, handler in previous.items():
             signal.signal(number, handler)
-        _signal_pipe, _is_stop_requested = os.close(_signal_pipe), False
+        _is_stop_requested = False
         os.close(end)
+        receiver.join()
+        os.close(pipe)
 
 
 def start_compiler() -> None:
@@ -125,9 +139,6 @@ def stop_requested(time_limit_s: float | None) -> bool:
 
     Any thread may call this function. The function notices signals even during a long system call of the main thread.
     """
-    if _signal_pipe is not None:
-        with suppress(BlockingIOError):  # The pipe is empty.
-            _received_signals.update({*os.read(_signal_pipe, 1024)} & {*HANDLED_SIGNALS})
     is_requested = _is_stop_requested or bool(_received_signals)
     return is_requested or (time_limit_s is not None and time.monotonic() - LAUNCH_TIME > time_limit_s)
 
