@@ -100,7 +100,8 @@ def handle_stop_signals() -> Generator[None]:
     receiver = threading.Thread(target=receive, daemon=True)
     receiver.start()
     # torchrun also signals the children of a rank. Compilers such as ptxas inherit this mask, so their compilation does not
-    # fail. The signals of this process reach the thread above.
+    # fail. Without its compiler processes, torch.compile would wait forever until torch 2.14. The signals of this process reach
+    # the thread above.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     try:
         yield
@@ -113,19 +114,6 @@ def handle_stop_signals() -> Generator[None]:
         os.close(end)
         receiver.join()
         os.close(pipe)
-
-
-def start_compiler() -> None:
-    """Start the processes in which `torch.compile` compiles, and let them ignore stop signals.
-
-    torchrun sends a SIGTERM to the children of every rank, too. Until torch 2.14, a compilation without these processes never
-    ends.
-    """
-    from torch._inductor.async_compile import AsyncCompile  # takes a second, and only `torch.compile` needs it
-
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)  # child processes inherit the mask
-    AsyncCompile.warm_pool()
-    signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
 def request_stop() -> None:

@@ -19,7 +19,7 @@ from ringattn.kernels import backends
 from ringattn.planning.cost_model import attention_flops, interconnect
 from ringattn.planning.ulysses_degree import best_ulysses_degree
 from ringattn.ring import free_plans
-from ringattn.train import optim, preemption
+from ringattn.train import optim
 from ringattn.train.checkpoint import init as initial_weights
 from ringattn.train.checkpoint.progress import show_allocation
 from ringattn.train.data.loader import Loader, Preparation, start_loader
@@ -211,7 +211,6 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     if config.trainer.float8:
         float8.convert(model)
     if found.compiled:
-        preemption.start_compiler()
         compile_blocks(model)
     if found.plan.chunk:
         chunk_blocks(model, found.plan.chunk)

@@ -32,7 +32,6 @@ from ringattn.train.preemption import (
 from ringattn.train.reports import metrics
 from ringattn.train.settings.config import Config, ConfigError, with_settings
 from ringattn.train.step import until_stopped
-from scripts import command
 from tests.distributed import run_ranks
 from tests.train.checkpoint.test_formats import unpack
 from tests.train.jobs import job, one_rank
@@ -115,26 +114,6 @@ def test_stop_signals_miss_child_processes():
             child.wait(0.2)
         child.kill()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
-
-
-COMPILE_AFTER_SIGTERM = """
-import os, signal
-from torch._inductor.async_compile import AsyncCompile
-from ringattn.train import preemption
-
-preemption.start_compiler()
-pool = AsyncCompile.process_pool()
-pool.submit(os.getpid).result(100)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-os.killpg(0, signal.SIGTERM)
-pool.submit(os.getpid).result(20)
-"""
-
-
-def test_compiler_survives_a_sigterm_to_all_children():
-    """If torch's compiler processes died, the next compilation would wait for them forever."""
-    environment = command.child_environment(TORCHINDUCTOR_COMPILE_THREADS="2")
-    subprocess.run([sys.executable, "-c", COMPILE_AFTER_SIGTERM], env=environment, start_new_session=True, check=True)
 
 
 def test_time_limit_counts_from_the_launch(monkeypatch):
