@@ -69,7 +69,7 @@ def handle_stop_signals() -> Generator[None]:
     announced = set[int]()
 
     def receive() -> None:
-        """Announce the signals, in a thread, because the main thread may be in a call that never returns to Python."""
+        """Record signals and print a message. This thread also works while the main thread is in a call that never returns."""
         while data := os.read(pipe, 1):
             (number,) = data
             if number not in handled:
@@ -99,9 +99,9 @@ def handle_stop_signals() -> Generator[None]:
     previous_end = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
     receiver = threading.Thread(target=receive, daemon=True)
     receiver.start()
-    # torchrun also signals the children of a rank. Compilers such as ptxas inherit this mask, so their compilation does not
-    # fail. Without its compiler processes, torch.compile would wait forever until torch 2.14. The signals of this process reach
-    # the thread above.
+    # torchrun also signals the children of a rank. Block the signals in the main thread: compilers such as ptxas inherit the
+    # mask, so they are not killed. (Up to torch 2.14, torch.compile waits forever for compiler processes that have died.) The
+    # thread above still receives the signals.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
     try:
         yield

@@ -46,7 +46,7 @@ PING_PONG_THREADS = gl.constexpr(256)
 
 TRITON_VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# `forward_short` needs views that extend beyond one buffer. Triton 3.8 rejects them, and Triton 3.9 accepts only slices.
+# `forward_short` needs views of several buffers. Triton 3.8 rejects such views, and Triton 3.9 accepts them only as slices.
 NEEDS_SLICES = gl.constexpr(TRITON_VERSION >= (3, 9))
 
 # Triton 3.8 renamed the functions for TMA copies.

@@ -84,7 +84,7 @@ def _tiles_from(buffers, first, CONFIG: gl.constexpr):
 @gluon.jit
 def _tiles(buffers, group, CONFIG: gl.constexpr):
     LAST_GROUP: gl.constexpr = (ROWS - ROWS // CONFIG.heads_per_row) // GROUP_ROWS
-    if hopper_common.NEEDS_SLICES:  # The first buffer of a slice must be a constant.
+    if hopper_common.NEEDS_SLICES:  # The index of the first buffer of a slice must be a constant.
         keys, tail = _tiles_from(buffers, 0, CONFIG)
         for i in gl.static_range(1, LAST_GROUP + 1):
             if group == i:

@@ -184,7 +184,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
 
 def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
     store = _get_process_group_store(group)
-    # If the server of the store has died, `check` raises an error. `clone` would try to connect for up to 30 minutes.
+    # If the store's server has died, `check` raises an error at once. `clone` would try to connect for up to 30 minutes.
     store.check([prefix])
     # A clone of the store has its own connection, so the watchdog's waits do not delay other users.
     return dist.PrefixStore(f"ringattn/{prefix}", store.clone() if hasattr(store, "clone") else store)

@@ -202,7 +202,7 @@ class AheadLoader(Loader):
         command = [sys.executable, "-c", START, str(os.getpid())]
         connection, theirs = socket.socketpair()
         with theirs:
-            # Stop signals to the process group of the training process must not end the process while it starts.
+            # In its own process group, the loader process is not killed by a stop signal to the group of the training process.
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs.fileno(), env=env, process_group=0)
         assert self._process.stdin is not None
         self._requests_file = self._process.stdin

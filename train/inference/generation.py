@@ -30,7 +30,7 @@ PROMPT_TOKENS = 256
 def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -> None:
     """Write the prompt and a generated continuation to sample.txt, unless `trainer.sample_tokens` is 0.
 
-    After a stop signal, the sample is left to the next launch, because torchrun waits only 30 s for the end of a rank.
+    After a stop signal, the next launch generates the text, because torchrun waits only 30 s for a rank to exit.
     """
     trainer = run.config.trainer
     if trainer.sample_tokens == 0 or preemption.any_rank_stop_requested(None):

@@ -58,7 +58,7 @@ def accuracies_at(
 
     Args:
         create: create(length, numbers) returns the documents with these numbers, and the index of each document's position.
-        whole_answers: whether all labels of a document form one answer.
+        whole_answers: whether all labels of a document form one answer, which is correct only if all tokens are correct.
     """
     config = replace(run.config, data=replace(run.config.data, seq_len=length))
     dp, count = run.mesh.dp, number_of_documents(config, length, num_positions)

@@ -88,7 +88,7 @@ class WandbRun:
             exit_code: 0 if the launch ended as intended. W&B shows a run as failed if its exit code is not 0.
         """
         self._call(lambda run: run.finish(exit_code=exit_code))
-        # Offline, `finish` returns before W&B's process has written the last records. Wait for the end of the process.
+        # In offline mode, `finish` returns before W&B's process has written the last records, so wait until it exits.
         self._call(lambda _: import_module("wandb").teardown())
         if self._run is not None and self._is_offline:
             log.info(f"{'W&B':<12}upload this run with: {sync_command(self._directory)}")
