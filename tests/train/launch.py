@@ -16,6 +16,7 @@ from pathlib import Path
 import datasets
 import torch.distributed as dist
 
+from ringattn.train import preemption
 from ringattn.train.commands import run
 from scripts.check.kills import write_corpus as write_corpus
 from scripts.command import child_environment, rank_variables, serve_store
@@ -134,6 +135,13 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen, directo
         assert process.poll() is None, (directory / "output.log").read_text()
         assert time.monotonic() < deadline, "the condition does not hold"
         time.sleep(0.02)
+
+
+def receive_signal(number: int) -> None:
+    """Send a stop signal to this process, and wait until the thread of `preemption.handle_stop_signals` has recorded it."""
+    os.kill(os.getpid(), number)
+    while number not in preemption._received_signals:
+        time.sleep(0.001)
 
 
 def launch_and_kill(ranks: int, directory: Path, *arguments: str, when: Path) -> None:

@@ -35,7 +35,7 @@ from ringattn.train.step import until_stopped
 from tests.distributed import run_ranks
 from tests.train.checkpoint.test_formats import unpack
 from tests.train.jobs import job, one_rank
-from tests.train.launch import ROOT, SMALL, descendants, start, wait_for_end, wait_until, write_corpus
+from tests.train.launch import ROOT, SMALL, descendants, receive_signal, start, wait_for_end, wait_until, write_corpus
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -54,10 +54,10 @@ def test_repeated_sigterm_is_one_request(capfd):
     with one_rank(), handle_stop_signals():
         assert not stop_requested(None)
         os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(0.2)
-        assert capfd.readouterr().err == "SIGTERM: the run ends after this step or micro-step, and saves a checkpoint\n"
+        while not (shown := capfd.readouterr().err):
+            time.sleep(0.001)
+        assert shown == "SIGTERM: the run ends after this step or micro-step, and saves a checkpoint\n"
         os.kill(os.getpid(), signal.SIGTERM)
-        threading.Event().wait(0.2)
     assert capfd.readouterr().err == ""
     assert stop_requested(None)
     assert signal.getsignal(signal.SIGTERM) is previous
@@ -127,7 +127,7 @@ def receive_sigterm(step: int, rank: int):
 
     def take_step_with_signal(run, number, *arguments):
         if number == step and dist.get_rank() == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            receive_signal(signal.SIGTERM)
         return take_step(run, number, *arguments)
 
     return take_step_with_signal
@@ -194,7 +194,7 @@ def receive_sigterm_in_micro_step(number: int, rank: int = 0) -> list[int]:
     def compute_loss_with_signal(*arguments):
         begun.append(len(begun) + 1)
         if begun[-1] == number and dist.get_rank() == rank:
-            os.kill(os.getpid(), signal.SIGTERM)
+            receive_signal(signal.SIGTERM)
         return compute_loss(*arguments)
 
     step.compute_loss = compute_loss_with_signal

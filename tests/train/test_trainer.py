@@ -3,7 +3,6 @@
 import errno
 import json
 import math
-import os
 import shutil
 import signal
 import statistics
@@ -29,7 +28,7 @@ from ringattn.train.settings import config as train_config
 from ringattn.train.settings.config import ConfigError, TrainerConfig
 from ringattn.train.settings.token_budget import default_group_size
 from tests.train.hub_models import write_folder
-from tests.train.launch import SMALL
+from tests.train.launch import SMALL, receive_signal
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -456,7 +455,7 @@ def test_signal_during_a_save_stops_the_run_after_this_save(settings, outputs, r
     write = storage._write_tensors
 
     def write_during_signal(*arguments):
-        os.kill(os.getpid(), signal.SIGTERM)
+        receive_signal(signal.SIGTERM)
         return write(*arguments)
 
     monkeypatch.setattr(storage, "_write_tensors", write_during_signal)
@@ -473,7 +472,7 @@ def stop_in_batch(number: int, how: str):
     def forward_with_request(*arguments):
         batches.append(len(batches) + 1)
         if batches[-1] == number and how == "signal":
-            os.kill(os.getpid(), signal.SIGTERM)
+            receive_signal(signal.SIGTERM)
         elif batches[-1] == number:
             preemption.LAUNCH_TIME -= 1e6
         return forward(*arguments)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ringattn.train.inference import token_step
 from ringattn.train.settings.config import ModelConfig
 from scripts.bench import generation
 
@@ -15,13 +16,13 @@ CPU = torch.device("cpu")
 def test_ringattn_appends_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every token attends to all earlier tokens."""
     lengths = []
-    attend = generation.TokenStep._attend
+    decode = token_step.decode
 
-    def record(step, q, k, v, cache, place):
+    def record(*arguments, place, **options):
         lengths.append(int(place.bounds[1]))
-        return attend(step, q, k, v, cache, place)
+        return decode(*arguments, place=place, **options)
 
-    monkeypatch.setattr(generation.TokenStep, "_attend", record)
+    monkeypatch.setattr(token_step, "decode", record)
     speed = generation.time_ringattn(CONFIG, 32, 3, CPU)
     assert lengths[::2] == list(range(33, 33 + generation.WARM_UP + 3))
     assert speed.ms_per_token > 0

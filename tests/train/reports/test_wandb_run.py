@@ -21,7 +21,7 @@ from ringattn.train.reports import metrics
 from ringattn.train.reports.metrics import Recorder, read
 from ringattn.train.reports.wandb_run import WandbRun
 from ringattn.train.settings.config import Config, ConfigError, LoggerConfig, TrainerConfig
-from tests.train.launch import SMALL, launch_ranks, write_corpus
+from tests.train.launch import SMALL, launch_ranks, receive_signal, write_corpus
 from tests.train.wandb_files import Segment, read_segments, read_table
 from tests.train.wandb_server import WandbServer, start_server
 
@@ -267,7 +267,7 @@ def test_run_that_was_killed_before_its_summary_completes_it_in_its_wandb_run(co
 
 def receive_sigterm_after_the_last_step(rank: int) -> None:
     write_sample = trainer.write_sample
-    trainer.write_sample = lambda *arguments: os.kill(os.getpid(), signal.SIGTERM) or write_sample(*arguments)
+    trainer.write_sample = lambda *arguments: receive_signal(signal.SIGTERM) or write_sample(*arguments)
 
 
 def test_sigterm_after_the_last_step_does_not_end_the_wandb_run_early(tmp_path):
