@@ -163,8 +163,11 @@ class ModelGraphs:
                 torch.autograd.grad(compute(*inputs[:3], *copies), copies)
             self.slots = [PlanSlots(plan, device) for plan in plans]
             unused = _unused_bytes(device)
+            # torch keeps a warm-up pass alive and warns about its stream, which only matters if gradients are accumulated.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
             with use_plans([slots.plan for slots in self.slots]):
                 self._graphed: Any = torch.cuda.make_graphed_callables(compute, inputs)
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(True)
         self.uncounted_bytes = _unused_bytes(device) - unused
         self._copies = [x.detach() for x in parameters]
         if documents is None:
