@@ -6,6 +6,10 @@ import os
 import signal
 import sys
 
+# Ctrl-C prints one line instead of a traceback, also during the imports, which take seconds.
+sys.excepthook = lambda kind, error, trace: (
+    print("interrupted", file=sys.stderr) if kind is KeyboardInterrupt else sys.__excepthook__(kind, error, trace)
+)
 if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
     # Let the kernel send SIGTERM to this process if torchrun dies. Without the signal, the process would keep its GPU and the
     # lock on its directory. Call prctl before the import of torch, which takes seconds. Option 1 of prctl(2) is

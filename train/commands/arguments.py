@@ -45,9 +45,6 @@ def run_program(command: Callable[[list[str]], None], options: type, doc: str | 
         if is_first:
             report_error(error)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # A program that reads the output, such as `head`, has exited.
         return 1
     return 0

@@ -2,6 +2,9 @@
 
 import errno
 import os
+import signal
+import subprocess
+import sys
 from unittest.mock import Mock
 
 import pytest
@@ -14,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from ringattn.comm import watchdog
 from ringattn.train.commands import errors, messages
 from ringattn.train.settings.config import ConfigError
-from tests.train.launch import launch
+from scripts.command import child_environment
+from tests.train.launch import ROOT, launch
 
 
 def test_error_that_has_no_option_names_none():
@@ -153,3 +157,12 @@ def test_error_of_a_compilation_names_the_cache_to_remove(cause, is_one_line, mo
     assert str(cause).splitlines()[0] in text
     assert f"remove {cache_dir()}" in text.splitlines()[-1]
     assert (len(text.splitlines()) == 1) == is_one_line
+
+
+@pytest.mark.parametrize("command", ["train/run.py", "train/export.py", "-mscripts.tools.plan_ring", "-mscripts.check.ring"])
+def test_interrupt_during_an_import_prints_one_line(command, tmp_path):
+    """Ctrl-C during the import of torch shows no traceback, and ends the process with SIGINT."""
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt")
+    environment = child_environment(tmp_path)
+    done = subprocess.run([sys.executable, command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "interrupted\n")
