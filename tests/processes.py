@@ -2,7 +2,7 @@
 
 import base64
 import gc
-from pathlib import Path
+from io import BytesIO
 
 import torch
 
@@ -23,10 +23,10 @@ def freeze_objects() -> None:
     gc.freeze = gc.unfreeze = lambda: None
 
 
-def save_blank_picture(figure: object, path: Path, **options: object) -> None:
+def save_blank_picture(figure: object, file: BytesIO, **options: object) -> None:
     """Replace `Figure.savefig`, which takes as long as many steps of a small run, by one that saves a picture of one pixel.
 
     Figures are drawn by the tests of the reports, and by runs that tests start with torchrun.
     """
     png = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
-    Path(path).write_bytes(base64.b64decode(png))
+    file.write(base64.b64decode(png))

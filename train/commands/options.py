@@ -13,7 +13,7 @@ from ringattn.train.commands.arguments import run_program
 from ringattn.train.commands.errors import terminate, terminate_on_error
 from ringattn.train.commands.messages import SETTING_ERRORS
 from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks, sync_errors
-from ringattn.train.settings.config import Config, ConfigError, DataConfig, TrainerConfig, replace_link
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, TrainerConfig, write_atomically
 
 RUN_HELP = (
     "The model: the name of a run in outputs/, the path of the directory of a run, the path of a checkpoint, or the path of a "
@@ -104,8 +104,8 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
     folder = Path(output).expanduser() if output else model.directory.with_name(f"{model.directory.name}-evaluation")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_link(folder / f"{name}.md").write_text(table, encoding="utf-8")
         plot(folder / f"{name}.png")
+        write_atomically(folder / f"{name}.md", table.encode())
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error}; choose another folder with output=...") from error
     finally:  # Print last, because the program that reads the output may have exited.

@@ -18,7 +18,7 @@ from ringattn.train.inference.layer_cache import decode, new_cache, places, pref
 from ringattn.train.inference.token_step import TokenStep, copy_for_one_rank
 from ringattn.train.model.gpt import Attend
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import ConfigError, replace_link
+from ringattn.train.settings.config import ConfigError, write_atomically
 from ringattn.train.setup import InferenceRun, Run
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def write_sample(run: Run, directory: Path, wandb_run: WandbRun | None = None) -
     if dist.get_rank() == 0:
         text = run.tokenizer.decode(tokens)
         log.info(f"sample      the first {len(prompt)} tokens are the prompt:\n{text}")
-        replace_link(directory / "sample.txt").write_text(text, encoding="utf-8")
+        write_atomically(directory / "sample.txt", text.encode())
         if wandb_run is not None:
             parts = run.tokenizer.decode(tokens[: len(prompt)]), run.tokenizer.decode(tokens[len(prompt) :])
             wandb_run.log_table("samples", trainer.steps, ["step", "prompt", "text"], [[trainer.steps, *parts]])

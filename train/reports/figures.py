@@ -1,9 +1,10 @@
 """The style of the pictures of runs and scripts."""
 
+import io
 from pathlib import Path
 from typing import Any
 
-from ringattn.train.settings.config import replace_link
+from ringattn.train.settings.config import write_atomically
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -21,4 +22,5 @@ def clean_axes(axes: Any) -> None:
 
 def save_figure(figure: Any, output: Path, title: str = "") -> None:
     figure.suptitle(title, fontsize="medium")
-    figure.savefig(replace_link(output), dpi=150)
+    figure.savefig(content := io.BytesIO(), dpi=150)
+    write_atomically(output, content.getvalue())

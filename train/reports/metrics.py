@@ -19,7 +19,7 @@ from ringattn.train.model.flops import utilisation
 from ringattn.train.reports.figures import clean_axes, new_figure, save_figure
 from ringattn.train.reports.loss_results import draw_by_length, from_metrics, label_numbers
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import Config, replace_link
+from ringattn.train.settings.config import Config, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class Recorder:
         self._log_to_wandb({"step": step, **values})
 
     def _rewrite(self, records: list[dict[str, float]]) -> None:
-        write_atomically(self._path, "".join(map(_to_json, records)))
+        write_atomically(self._path, "".join(map(_to_json, records)).encode())
         self._file = self._path.open("r+")
         self._file.seek(0, os.SEEK_END)
 
@@ -174,17 +174,6 @@ def read(path: Path, until: float = math.inf) -> list[dict[str, Any]]:
 def _to_json(record: dict[str, float]) -> str:
     finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
     return json.dumps(finite) + "\n"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of a file. Other processes see either the old content or the complete new content."""
-    temporary = replace_link(path.with_suffix(".tmp"))
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        # Sync before the renaming. Without the sync, the file could be empty after a crash of the machine.
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def plot_loss(path: Path, output: Path, title: str = "") -> None:

@@ -18,7 +18,7 @@ from ringattn.train.reports import metrics, startup
 from ringattn.train.reports.loss_results import from_metrics as losses_from_metrics
 from ringattn.train.reports.recall_results import from_metrics, plot_accuracies
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import ConfigError
+from ringattn.train.settings.config import ConfigError, write_atomically
 from ringattn.train.setup import Run
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def write_results(run: Run, directory: Path, done: int, wandb_run: WandbRun) -> 
         log.info(f"{'done':<12}" + ", ".join(_describe(name, summary) for name, v in summary.items() if isinstance(v, float)))
         title = plot_loss(run, directory)
         metrics.plot_data_wait(directory / "metrics.jsonl", directory / "data_wait.png", title)
-        metrics.write_atomically(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_atomically(directory / "summary.json", f"{json.dumps(summary, indent=2)}\n".encode())
         wandb_run.log_picture("loss_curve", run.config.trainer.steps, directory / "loss.png")
         if accuracies := from_metrics(records[-1]):
             plot_accuracies(accuracies, CHANCE, directory / "recall.png", title)

@@ -11,7 +11,7 @@ from typing import Any
 from ringattn.train.reports.figures import clean_axes, new_figure, save_figure
 from ringattn.train.reports.loss_results import draw_by_length, label_numbers
 from ringattn.train.reports.wandb_run import chosen_mode, keep_tables_in, project_name, run_id, sync_command
-from ringattn.train.settings.config import Config, replace_link
+from ringattn.train.settings.config import Config, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Jobs:
     def write_results(self) -> None:
         """In a sweep, write the table sweep.md and the picture sweep.png of all jobs so far."""
         if self.directory is not None:
-            replace_link(self.directory / "sweep.md").write_text(sweep_table(self.outcomes) + "\n")
+            write_atomically(self.directory / "sweep.md", f"{sweep_table(self.outcomes)}\n".encode())
             plot_sweep(self.outcomes, self.directory / "sweep.png")
 
     def has_errors(self) -> bool:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.reports.loss_results import from_metrics as losses_from_metrics
 from ringattn.train.reports.recall_results import from_metrics
-from ringattn.train.settings.config import Config, ConfigError, replace_link
+from ringattn.train.settings.config import Config, ConfigError, write_atomically
 from ringattn.train.settings.sweep import is_job_of_sweep
 
 log = logging.getLogger(__name__)
@@ -174,5 +174,5 @@ def run_id(directory: Path) -> str:
     """Return the id of the W&B run from the file wandb_id. The first launch creates this file."""
     path = directory / "wandb_id"
     if not (path.exists() and path.read_text().strip()):
-        replace_link(path).write_text(secrets.token_hex(4))
+        write_atomically(path, secrets.token_hex(4).encode())
     return path.read_text().strip()

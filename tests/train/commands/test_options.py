@@ -18,7 +18,7 @@ from ringattn.train.commands import evaluate, export, generate, prepare
 from ringattn.train.commands.arguments import apply_overrides, help_text, run_program
 from ringattn.train.commands.options import Model, run_command, write_table_and_plot
 from ringattn.train.data.tokenizer import BytesTokenizer
-from ringattn.train.settings.config import Config
+from ringattn.train.settings.config import Config, ConfigError
 from tests.train.hub_models import write_folder
 from tests.train.launch import ROOT, SMALL, launch_ranks, write_corpus
 
@@ -101,6 +101,14 @@ def test_an_evaluation_is_written_although_the_reader_of_the_output_has_exited(t
         write_table_and_plot(model, str(tmp_path / "new"), "evaluation", "table", lambda path: path.touch())
     assert (tmp_path / "new" / "evaluation.md").read_text() == "table"
     assert (tmp_path / "new" / "evaluation.png").exists()
+
+
+def test_a_full_disk_leaves_the_earlier_table_next_to_the_earlier_picture(tmp_path):
+    (tmp_path / "evaluation.md").write_text("old")
+    plot = Mock(side_effect=OSError(28, "No space left on device"))
+    with pytest.raises(ConfigError, match="No space left on device; choose another folder with output="):
+        write_table_and_plot(Model(tmp_path, tmp_path, Config()), str(tmp_path), "evaluation", "new", plot)
+    assert (tmp_path / "evaluation.md").read_text() == "old"
 
 
 @pytest.mark.slow

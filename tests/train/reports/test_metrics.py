@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import re
 import time
 from pathlib import Path
@@ -248,12 +247,3 @@ def test_smoothed_loss_is_the_mean_over_a_fiftieth_of_the_steps():
     assert metrics._smooth([3.0, 1.0, 2.0]) == [3.0, 1.0, 2.0]
     losses = [float(step) for step in range(100)]
     assert metrics._smooth(losses) == [0.0, *(step - 0.5 for step in range(1, 100))]
-
-
-def test_file_is_complete_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
-    events, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: events.append("sync") or fsync(file))
-    monkeypatch.setattr(os, "replace", lambda *names: events.append("rename") or replace(*names))
-    metrics.write_atomically(tmp_path / "a", "text")
-    assert events == ["sync", "rename"]
-    assert (tmp_path / "a").read_text() == "text"
