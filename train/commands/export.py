@@ -35,7 +35,7 @@ from ringattn.train.commands.options import find_model, run_command
 from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer, check_tokenizer, load_tokenizer, read_config
 from ringattn.train.model.gpt import GPT
 from ringattn.train.model.rope import longrope_scale
-from ringattn.train.settings.config import Config, ConfigError, ModelConfig
+from ringattn.train.settings.config import Config, ConfigError, ModelConfig, write_atomically
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The files next to tokenizer.json that the tokenizer may also need
@@ -45,20 +45,8 @@ TOKENIZER_FILES = (
 )
 # An export does not copy hidden files, weights, or the index files of weights.
 LEFT_OUT = (
-    ".*",
-    "*.safetensors",
-    "*.index.json",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
-    "*.gguf",
-    "*.h5",
-    "*.msgpack",
-    "*.onnx*",
-    "*.ot",
-    "*.tflite",
-    "*.npz",
+    *(".*", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"),
+    *("*.ot", "*.tflite", "*.npz"),
 )
 # Maps each setting that a run may change to the entries of config.json with its value.
 ENTRIES = {
@@ -119,7 +107,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     """Write the model of a checkpoint to a folder.
 
     Args:
-        folder: a new or empty folder, which is removed if writing fails.
+        folder: a new or empty folder, which is removed after an error or Ctrl-C.
         dtype: the dtype of the exported parameters.
 
     Raises:
@@ -146,26 +134,31 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         if published.resolve() in folder.resolve().parents:
             raise ConfigError(f"{folder} is inside of {published}, whose files are copied: choose another folder")
         written = changed_files(published, saved, config, tokenizer)
-    tensors = exported_tensors(path, settings, rows, dtype, FAMILIES[config["model_type"]])
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        with show_progress(("saving", "saved"), folder, size, lambda: bytes_on_disk(folder) / size):
-            save_torch_state_dict(tensors, folder)
-        if published is not None:
-            left_out = LEFT_OUT if isinstance(tokenizer, JsonTokenizer) else LEFT_OUT + TOKENIZER_FILES
-            copy_files(published, folder, (*left_out, escape(str(published / "config.json"))))
-        if isinstance(tokenizer, JsonTokenizer):
-            write_tokenizer(Path(data.tokenizer).expanduser(), tokenizer, folder)
-        contents = {} if published is None else {"config.json": (published / "config.json").read_bytes()}
-        contents |= {name: _as_json(content) for name, content in written.items()}
-        # Write config.json last and atomically, so that programs never load an incomplete export.
-        for name in sorted(contents, key=lambda name: name == "config.json"):
-            partial = folder / f"{name}.partial"
-            partial.write_bytes(contents[name])
-            partial.replace(folder / name)
+        # At the end, `write_atomically` renames this file to config.json. Until then, another export into this folder fails.
+        (folder / "config.tmp").touch(exist_ok=False)
+        try:
+            tensors = exported_tensors(path, settings, rows, dtype, FAMILIES[config["model_type"]])
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            with show_progress(("saving", "saved"), folder, size, lambda: bytes_on_disk(folder) / size):
+                save_torch_state_dict(tensors, folder)
+            for weights in folder.glob("*.safetensors"):
+                weights.chmod(folder.stat().st_mode & 0o644)  # safetensors lets only the owner read its files.
+            if published is not None:
+                left_out = LEFT_OUT if isinstance(tokenizer, JsonTokenizer) else LEFT_OUT + TOKENIZER_FILES
+                copy_files(published, folder, (*left_out, escape(str(published / "config.json"))))
+            if isinstance(tokenizer, JsonTokenizer):
+                write_tokenizer(Path(data.tokenizer).expanduser(), tokenizer, folder)
+            contents = {} if published is None else {"config.json": (published / "config.json").read_bytes()}
+            contents |= {name: _as_json(content) for name, content in written.items()}
+            # Write config.json last and atomically, so that programs never load an incomplete export.
+            for name in sorted(contents, key=lambda name: name == "config.json"):
+                write_atomically(folder / name, contents[name])
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(folder, ignore_errors=True)
         raise ConfigError(f"cannot write {folder}: {error}; check the disk, or choose another folder") from error
     print(f"{folder}: {sum(tensor.numel() for tensor in tensors.values()):,} parameters, {dtype}")
     if published is not None:

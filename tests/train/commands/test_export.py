@@ -2,8 +2,11 @@
 
 import json
 import logging
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import datasets
@@ -284,7 +287,31 @@ def test_export_that_cannot_be_written_is_removed(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_an_interrupted_export_is_removed(tmp_path, monkeypatch):
+    saved = save_checkpoint(tmp_path / "checkpoints")
+    monkeypatch.setattr(export, "_as_json", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        export.export(saved, tmp_path / "out", torch.bfloat16)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_exports_into_the_same_folder_are_an_error(tmp_path, monkeypatch):
+    """The second export begins while the first export loads its weights. All may read the first export."""
+    saved, exported_tensors = save_checkpoint(tmp_path / "checkpoints"), export.exported_tensors
+
+    def start_another(*arguments: Any) -> dict[str, torch.Tensor]:
+        with pytest.raises(ConfigError, match="out already exists and is not an empty folder"):
+            export.export(saved, tmp_path / "out", torch.float32)
+        return exported_tensors(*arguments)
+
+    monkeypatch.setattr(export, "exported_tensors", start_another)
+    export.export(saved, tmp_path / "out", torch.bfloat16)
+    files = {path.name: path.stat().st_mode & 0o444 for path in (tmp_path / "out").iterdir()}
+    assert files == dict.fromkeys(("config.json", "generation_config.json", "model.safetensors"), 0o444)
+
+
 def test_a_killed_export_has_no_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "rmtree", Mock())
     folder = write_chat_folder(tmp_path / "hf")
     monkeypatch.setattr(export, "write_tokenizer", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
@@ -296,15 +323,10 @@ def test_a_killed_export_has_no_config(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("is_published", [False, True])
 def test_an_export_that_is_killed_while_it_writes_the_config_has_none(is_published, tmp_path, monkeypatch):
-    def write_half(path: Path, content: bytes) -> None:
-        with open(path, "wb") as file:
-            file.write(content[: len(content) // 2])
-        if path.name.startswith("config.json"):
-            raise KeyboardInterrupt
-
     folder = import_folder(write_chat_folder(tmp_path / "hf"), tmp_path / "run") if is_published else None
     saved = folder or save_checkpoint(tmp_path / "checkpoints")
-    monkeypatch.setattr(Path, "write_bytes", write_half)
+    monkeypatch.setattr(shutil, "rmtree", Mock())
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=[*[None] * (not is_published), KeyboardInterrupt]))
     with pytest.raises(KeyboardInterrupt):
         export.export(saved, tmp_path / "out", torch.bfloat16)
     assert (tmp_path / "out" / "model.safetensors").exists()
