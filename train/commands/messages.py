@@ -43,8 +43,8 @@ def exit_process(status: int) -> NoReturn:
     """Exit after the ranks have disconnected. Skip Python's cleanup, in which threads of gloo sometimes abort."""
     logging.shutdown()
     with suppress(BrokenPipeError):  # The program that reads the output may have exited.
-        sys.stdout.flush()
-        sys.stderr.flush()
+        print(end="", flush=True)  # sys.stdout is None if it was closed before the start.
+        print(end="", file=sys.stderr, flush=True)
     os._exit(status)
 
 

@@ -1,6 +1,7 @@
 """Tests of the messages of errors, and of the exit after an error."""
 
 import errno
+import logging
 import os
 import signal
 import subprocess
@@ -103,6 +104,14 @@ def test_error_file_that_cannot_be_written_is_not_an_error(monkeypatch, tmp_path
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "missing" / "error.json"))
     report_invalid_value()
     assert capfd.readouterr().err.startswith("error: a=1")
+
+
+def test_a_command_may_start_with_closed_output(monkeypatch):
+    monkeypatch.setattr(logging, "shutdown", Mock())  # It would close the log of pytest.
+    monkeypatch.setattr(os, "_exit", exit_now := Mock())
+    monkeypatch.setattr(sys, "stdout", None)
+    messages.exit_process(0)
+    assert exit_now.call_args.args == (0,)
 
 
 @pytest.mark.slow
