@@ -49,7 +49,7 @@ class Options:
         for name, bound, is_valid in (
             ("prompt", "UTF-8", replace_invalid(self.prompt) == self.prompt),
             ("tokens", "at least 1", self.tokens >= 1),
-            ("temperature", "at least 0 and finite", 0 <= self.temperature < math.inf),
+            ("temperature", "0, or finite and at least 1e-30", self.temperature == 0 or 1e-30 <= self.temperature < math.inf),
             ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
             ("seed", "at least 0 and below 2**63", 0 <= self.seed < 2**63),
         ):

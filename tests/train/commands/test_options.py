@@ -240,6 +240,7 @@ MISTAKES = {
     "prompt that is not UTF-8": (generate, ["run=done", "prompt=a\udcff"], ["prompt=a", "UTF-8"]),
     "no tokens": (generate, ["run=done", "tokens=0"], ["tokens=0", "at least 1"]),
     "nan": (generate, ["run=done", "temperature=nan"], ["temperature=nan", "finite"]),
+    "tiny temperature": (generate, ["run=done", "temperature=1e-300"], ["temperature=1e-300", "at least 1e-30"]),
     "no nucleus": (generate, ["run=done", "top_p=0"], ["top_p=0", "above 0"]),
     "large seed": (generate, ["run=done", f"seed={2**64}"], ["seed=", "2**63"]),
     "other shapes": (generate, ["run=done", "model.dim=64"], ["shape"]),
@@ -254,7 +255,7 @@ MISTAKES = {
         ["run=done", "evaluate=recall", "data.seq_len=64,3"],
         ["data.seq_len=3", "at least 4"],
     ),
-    "held-out text of training": (evaluate, ["run=done", "data.eval_path=a.txt"], ["data.eval_path", "use data.path"]),
+    "held-out text of training": (evaluate, ["run=done", "data.eval_path=a.txt"], ["data.eval_path=a.txt", "use data.path"]),
     "missing text": (evaluate, ["run=done", "data.path=/missing/*.txt"], ["data.path=/missing/*.txt"]),
     "file in place of a folder": (evaluate, ["run=done", "output=outputs/done/metrics.jsonl"], ["metrics.jsonl", "output="]),
 }
