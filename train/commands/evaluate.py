@@ -32,6 +32,7 @@ data.format=chat, the chat template of the tokenizer is used.
 
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -40,7 +41,7 @@ from ringattn.train.commands import evaluate_needle
 from ringattn.train.commands.arguments import apply_overrides, option, parse
 from ringattn.train.commands.evaluate_recall import evaluate_model
 from ringattn.train.commands.messages import exit_process
-from ringattn.train.commands.options import RUN_HELP, Model, find_model, run_command, write_table_and_plot
+from ringattn.train.commands.options import RUN_HELP, Model, find_model, results_folder, run_command, write_table_and_plot
 from ringattn.train.data.needle import TASKS
 from ringattn.train.data.packing import Sequences, load, load_fraction
 from ringattn.train.data.recall import EVALUATION_SEED, RecallDataset, check_vocabulary
@@ -87,10 +88,11 @@ def run_command_line(arguments: list[str]) -> None:
     if unused := sorted(overrides.keys() & UNUSED):
         raise ConfigError(f"{unused[0]}={overrides[unused[0]]} has no effect on an evaluation: leave it out")
     model = find_model(options.run)
+    folder = results_folder(model, options.output)
     if options.evaluate in TASKS:
-        return evaluate_needle.evaluate_model(model, options.evaluate, overrides, options.output)
+        return evaluate_needle.evaluate_model(model, options.evaluate, overrides, folder)
     if options.evaluate == "recall":
-        return evaluate_model(model, overrides, options.output)
+        return evaluate_model(model, overrides, folder)
     configs = evaluation_configs(model.config, overrides)
     longest = max(configs, key=lambda config: config.data.seq_len)
     with sync_errors():
@@ -103,7 +105,7 @@ def run_command_line(arguments: list[str]) -> None:
     losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}), show_bar=True)
     with sync_errors():
         if dist.get_rank() == 0:
-            write_results(losses, model, run, options.output)
+            write_results(losses, model, run, folder)
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:
@@ -156,12 +158,12 @@ def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequenc
     return load_fraction(data, tokenizer, trained_len)
 
 
-def write_results(losses: Losses, model: Model, run: InferenceRun, output: str) -> None:
-    """Print the table of the losses, and write the table and a plot to the folder `output`."""
+def write_results(losses: Losses, model: Model, run: InferenceRun, folder: Path) -> None:
+    """Print the table of the losses, and write the table and a plot to a folder."""
     config = run.config
     part = f"data.split={config.data.eval_split}" if config.data.held_out else f"data.eval_fraction={config.data.eval_fraction}"
     text = config.data.description + (f" {part}" if config.data.source != "recall" else "")
     attention = " with FP8 attention" if config.trainer.attention_precision(training=False) == "fp8" else ""
     table = f"Loss of {model.path}{attention} on {text}, in nats per token.\n\n{loss_table(losses)}\n"
     title = run.plot_title(model.directory.name, f"{int(losses.tokens.sum()):,} target tokens")
-    write_table_and_plot(model, output, "evaluation", table, partial(plot_losses, losses, title=title))
+    write_table_and_plot(folder, "evaluation", table, partial(plot_losses, losses, title=title))

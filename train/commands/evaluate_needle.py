@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,8 +22,8 @@ from ringattn.train.setup import build_for_inference
 SHORTEST_LENGTH = 256
 
 
-def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: str) -> None:
-    """Evaluate a model on a task, and write the results to the folder `output`. All ranks call this function.
+def evaluate_model(model: Model, task: str, overrides: dict[str, str], folder: Path) -> None:
+    """Evaluate a model on a task, and write the results to a folder. All ranks call this function.
 
     Raises:
         ConfigError: on every rank, if a setting is invalid, or the text or a length is too short.
@@ -48,7 +49,7 @@ def evaluate_model(model: Model, task: str, overrides: dict[str, str], output: s
             title = run.plot_title(model.directory.name, f"up to {lengths[-1]:,} tokens")
             table = f"Accuracy of {model.path} on the task {task} in {configs[-1].data.description}.\n\n"
             table += accuracy_table(accuracies) + "\n"
-            write_table_and_plot(model, output, task, table, partial(plot_accuracies, accuracies, chance, title=title))
+            write_table_and_plot(folder, task, table, partial(plot_accuracies, accuracies, chance, title=title))
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataConfig, list[Config]]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -15,8 +16,8 @@ from ringattn.train.settings.config import Config, ConfigError, DataConfig, chec
 from ringattn.train.setup import build_for_inference
 
 
-def evaluate_model(model: Model, overrides: dict[str, str], output: str) -> None:
-    """Evaluate a model, and write the results to the folder `output`. All ranks call this function.
+def evaluate_model(model: Model, overrides: dict[str, str], folder: Path) -> None:
+    """Evaluate a model, and write the results to a folder. All ranks call this function.
 
     Raises:
         ConfigError: on every rank, if a setting is invalid or has no effect on this evaluation.
@@ -35,7 +36,7 @@ def evaluate_model(model: Model, overrides: dict[str, str], output: str) -> None
             title = run.plot_title(model.directory.name, f"{run.config.trainer.eval_tokens:,} tokens per length")
             text = f"Accuracy of {model.path} on the recall task. The accuracy of guesses would be {CHANCE:.1%}.\n\n"
             text += accuracy_table(accuracies) + "\n"
-            write_table_and_plot(model, output, "recall", text, partial(plot_accuracies, accuracies, CHANCE, title=title))
+            write_table_and_plot(folder, "recall", text, partial(plot_accuracies, accuracies, CHANCE, title=title))
 
 
 def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config]:

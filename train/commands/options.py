@@ -1,5 +1,6 @@
 """Run generate, evaluate and export, and find the model that their options name."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ RUN_HELP = (
     "The model: the name of a run in outputs/, the path of the directory of a run, the path of a checkpoint, or the path of a "
     "folder in Hugging Face's format. The newest checkpoint of a run is used."
 )
+ANOTHER_FOLDER = "choose another folder with output=..."
 
 
 @dataclass
@@ -88,12 +90,25 @@ def _find_model(run: str) -> Model:
     )
 
 
-def write_table_and_plot(model: Model, output: str, name: str, table: str, plot: Callable[[Path], None]) -> None:
+def results_folder(model: Model, output: str) -> Path:
+    """Return the folder `output`, or by default a folder next to the directory of the run.
+
+    Raises:
+        ConfigError: on every rank, if the folder cannot be written.
+    """
+    folder = Path(output).expanduser() if output else model.directory.with_name(f"{model.directory.name}-evaluation")
+    existing = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
+    with sync_errors():
+        if dist.get_rank() == 0 and not os.access(f"{existing}/", os.W_OK):
+            raise ConfigError(f"{folder} cannot be written: {existing} is not a writable folder; {ANOTHER_FOLDER}")
+    return folder
+
+
+def write_table_and_plot(folder: Path, name: str, table: str, plot: Callable[[Path], None]) -> None:
     """Print the table of an evaluation, and write the table and a plot to a folder.
 
     Args:
-        model: the evaluated model.
-        output: the folder, or "" for a folder next to the directory of the run.
+        folder: the folder, which may be new.
         name: the name of both files, without the suffix.
         table: the content of the Markdown file.
         plot: a function that writes the plot to a path.
@@ -101,13 +116,12 @@ def write_table_and_plot(model: Model, output: str, name: str, table: str, plot:
     Raises:
         ConfigError: the folder cannot be written.
     """
-    folder = Path(output).expanduser() if output else model.directory.with_name(f"{model.directory.name}-evaluation")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         plot(folder / f"{name}.png")
         write_atomically(folder / f"{name}.md", table.encode())
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error}; choose another folder with output=...") from error
+        raise ConfigError(f"{folder} cannot be written: {error}; {ANOTHER_FOLDER}") from error
     finally:  # Print last, because the program that reads the output may have exited.
         print(table, end="", flush=True)
     print(f"{folder}/{name}.md and {folder}/{name}.png contain this table and its plot.", file=sys.stderr)

@@ -14,9 +14,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ringattn.train.commands import evaluate, export, generate, prepare
+from ringattn.train.commands import evaluate, evaluate_needle, evaluate_recall, export, generate, prepare
 from ringattn.train.commands.arguments import apply_overrides, help_text, run_program
-from ringattn.train.commands.options import Model, run_command, write_table_and_plot
+from ringattn.train.commands.options import run_command, write_table_and_plot
 from ringattn.train.data.tokenizer import BytesTokenizer
 from ringattn.train.settings.config import Config, ConfigError
 from tests.train.hub_models import write_folder
@@ -96,9 +96,8 @@ def test_only_the_first_rank_shows_the_help_and_errors(monkeypatch, capfd):
 
 def test_an_evaluation_is_written_although_the_reader_of_the_output_has_exited(tmp_path, monkeypatch):
     close_output(monkeypatch)
-    model = Model(tmp_path, tmp_path, Config())
     with pytest.raises(BrokenPipeError):
-        write_table_and_plot(model, str(tmp_path / "new"), "evaluation", "table", lambda path: path.touch())
+        write_table_and_plot(tmp_path / "new", "evaluation", "table", lambda path: path.touch())
     assert (tmp_path / "new" / "evaluation.md").read_text() == "table"
     assert (tmp_path / "new" / "evaluation.png").exists()
 
@@ -107,7 +106,7 @@ def test_a_full_disk_leaves_the_earlier_table_next_to_the_earlier_picture(tmp_pa
     (tmp_path / "evaluation.md").write_text("old")
     plot = Mock(side_effect=OSError(28, "No space left on device"))
     with pytest.raises(ConfigError, match="No space left on device; choose another folder with output="):
-        write_table_and_plot(Model(tmp_path, tmp_path, Config()), str(tmp_path), "evaluation", "new", plot)
+        write_table_and_plot(tmp_path, "evaluation", "new", plot)
     assert (tmp_path / "evaluation.md").read_text() == "old"
 
 
@@ -268,6 +267,16 @@ def test_mistake_is_reported_in_one_line(module, arguments, named, finished, run
     error = only_error()
     assert [part for part in named if part not in error] == []
     assert contents(finished) == before
+
+
+@pytest.mark.parametrize(("kind", "module"), [("loss", evaluate), ("recall", evaluate_recall), ("needle", evaluate_needle)])
+def test_folder_that_cannot_be_written_is_reported_before_the_model_is_loaded(
+    kind, module, finished, run_script, only_error, monkeypatch
+):
+    monkeypatch.setattr(module, "build_for_inference", build := Mock())
+    assert run_script(evaluate, "run=done", f"evaluate={kind}", "output=outputs/done/metrics.jsonl/new", DEVICE) == 1
+    assert "metrics.jsonl is not a writable folder; choose another folder with output=" in only_error()
+    assert not build.called
 
 
 def test_run_without_held_out_text_requires_a_text(corpus, run_command_line, run_script, only_error):
