@@ -59,8 +59,11 @@ def main(argv: list[str]) -> None:
     if min(lengths.values()) < 2 or len(set(lengths.values())) > 1:
         steps = ", ".join(f"{name} has {count}" for name, count in lengths.items())
         parser.error(f"all runs must have the same number of steps, at least 2, but {steps}: choose other runs")
-    print(comparison_table(runs, args.last))
-    save_plot(plot(runs), args.output)
+    print(comparison_table(runs, min(args.last, *lengths.values())))
+    try:
+        save_plot(plot(runs), args.output)
+    except (OSError, ValueError) as error:
+        parser.error(f"cannot write {args.output}: {error}")
 
 
 if __name__ == "__main__":

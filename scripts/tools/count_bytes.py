@@ -177,8 +177,8 @@ def launch(length: int, heads: int, head_dim: int, mask: Mask, backend: str = "t
 def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
     parser.add_argument("--predict", action="store_true", help="print the prediction and launch nothing")
-    parser.add_argument("--length", type=int, default=16384, help="tokens (default: 16384)")
-    parser.add_argument("--heads", type=int, default=16, help="query heads and key heads (default: 16)")
+    parser.add_argument("--length", type=command.at_least(1), default=16384, help="tokens (default: 16384)")
+    parser.add_argument("--heads", type=command.at_least(1), default=16, help="query heads and key heads (default: 16)")
     parser.add_argument("--head-dim", type=int, default=128, choices=(64, 128, 256), help="default: 128")
     parser.add_argument("--mask", choices=MASKS, default="causal", help="default: causal")
     parser.add_argument("--backend", choices=PREDICTIONS, default="triton", help="the kernels; default: triton")

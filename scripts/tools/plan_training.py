@@ -199,7 +199,8 @@ def compose(model: str, seq_len: int, settings: list[str]) -> Config:
 def check_assumptions(config: Config, settings: list[str], gpu: str) -> None:
     """Raise ConfigError if a setting contradicts an option, the GPU or the assumptions of the predictions."""
     for setting in settings:
-        if option := {"model": "--model", "data.seq_len": "--seq-len"}.get(setting.partition("=")[0].lstrip("+")):
+        options = {"model": "--model", "trainer.init_from": "--model", "data.seq_len": "--seq-len"}
+        if option := options.get(setting.partition("=")[0].lstrip("+")):
             raise ConfigError(f"{setting} contradicts {option}: use only the option {option}")
     trainer = config.trainer
     contradictions = {

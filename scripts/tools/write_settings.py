@@ -47,7 +47,10 @@ def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
     parser.add_argument("--output", type=Path, default=PAGE, help="the file to write (default: docs/settings.md)")
     args = parser.parse_args(argv)
-    args.output.write_text(page())
+    try:
+        args.output.write_text(page())
+    except OSError as error:
+        parser.error(f"cannot write {args.output}: {error}")
 
 
 if __name__ == "__main__":

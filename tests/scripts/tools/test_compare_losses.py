@@ -30,3 +30,14 @@ def test_runs_of_different_lengths_are_an_error(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compare_losses.main([str(tmp_path / "losses.png"), *map(str, runs)])
     assert "a has 3" in capsys.readouterr().err
+
+
+def test_table_states_over_how_many_steps_the_loss_is_a_mean(tmp_path, capsys):
+    compare_losses.main([str(tmp_path / "losses.png"), str(write_run(tmp_path / "a", [2.0] * 3, 1))])
+    assert "mean loss of the last 3 steps" in capsys.readouterr().out
+
+
+def test_picture_that_cannot_be_written_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        compare_losses.main([str(tmp_path / "new" / "losses.png"), str(write_run(tmp_path / "a", [2.0] * 3, 1))])
+    assert f"error: cannot write {tmp_path}/new/losses.png: [Errno 2]" in capsys.readouterr().err

@@ -78,3 +78,10 @@ def test_kernels_run(backend: str) -> None:
     if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the Hopper kernels require sm_90")
     count_bytes.launch(256, 2, 64, Mask.causal(), backend)
+
+
+@pytest.mark.parametrize("option", ["--length", "--heads"])
+def test_numbers_below_one_are_rejected(option: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        count_bytes.main(["--predict", option, "0"])
+    assert f"argument {option}: '0' must be an integer of at least 1" in capsys.readouterr().err

@@ -52,6 +52,7 @@ def test_settings_restrict_the_meshes(setting, expected):
     [
         ("parallel.ring=3", "parallel.ring=3 must divide the number of ranks, 4: choose one of 1, 2, 4"),
         ("model=8b", "model=8b contradicts --model: use only the option --model"),
+        ("trainer.init_from=llama", "trainer.init_from=llama contradicts --model: use only the option --model"),
         ("data.seq_len=5", "data.seq_len=5 contradicts --seq-len: use only the option --seq-len"),
         ("trainer.precision=fp32", "trainer.precision=fp32 is impossible: predictions are for bf16 .*; leave it out"),
         ("data.mask_documents=true", "data.mask_documents=true is impossible: .*"),

@@ -3,6 +3,8 @@
 import re
 from dataclasses import fields, is_dataclass
 
+import pytest
+
 from ringattn.train.settings.config import Config
 from scripts.tools import write_settings
 
@@ -26,3 +28,9 @@ def test_page_explains_every_setting():
 def test_output(tmp_path):
     write_settings.main(["--output", str(tmp_path / "settings.md")])
     assert (tmp_path / "settings.md").read_text() == write_settings.page()
+
+
+def test_page_that_cannot_be_written_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        write_settings.main(["--output", str(tmp_path / "new" / "settings.md")])
+    assert f"error: cannot write {tmp_path}/new/settings.md: [Errno 2]" in capsys.readouterr().err
