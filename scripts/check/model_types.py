@@ -210,9 +210,13 @@ def check_types(kinds: list[str]) -> Iterator[Outcome]:
 
 
 def main() -> None:
+    from transformers import CONFIG_MAPPING
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", help="types of models; without any, all causal types of transformers")
     args = parser.parse_args()
+    if unknown := sorted(set(args.types) - set(CONFIG_MAPPING)):
+        parser.error(f"transformers has no type {', '.join(unknown)}: leave it out")
     outcomes = []
     for outcome in check_types(args.types or causal_types()):
         print(*outcome, file=sys.stderr)

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Queue
 
-from scripts.command import child_environment
+from scripts.command import at_least, child_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTED = Path(__file__).with_suffix(".json")
@@ -229,18 +229,23 @@ def copy_repository(directory: Path) -> Path:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="FILE", help="files or folders to which mutants are applied")
-    parser.add_argument("--generate", type=int, metavar="N", help="make N mutants of each file given by --only")
+    parser.add_argument("--generate", type=at_least(1), metavar="N", help="make N mutants of each file given by --only")
     parser.add_argument("--seed", type=int, default=0, help="selects which mutants are made")
     parser.add_argument("--all", action="store_true", help="run the whole quick suite if the listed tests pass")
-    parser.add_argument("--jobs", type=int, default=2, help="how many mutants are tested at the same time")
+    parser.add_argument("--jobs", type=at_least(1), default=2, help="how many mutants are tested at the same time")
     parser.add_argument("--save", type=Path, help="write the results to this JSON file")
     options = parser.parse_args()
 
+    for name in options.only:
+        if not (ROOT / name).exists():
+            parser.error(f"argument --only: {name} does not exist")
     if options.generate:
         paths = [path for name in options.only for path in sorted((ROOT / name).rglob("*.py")) or [ROOT / name]]
         mutants = [mutant for path in paths for mutant in generate(path, options.generate, options.seed)]
     else:
         mutants = [mutant for mutant in listed_mutants() if mutant.file.startswith(tuple(options.only or [""]))]
+    if not mutants:
+        parser.error("there is no mutant: name files with --only, and make mutants with --generate")
 
     results = []
     for result in check(mutants, options.all, options.jobs):

@@ -23,7 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks, pick_device
+from ringattn.train.commands.messages import exit_process
+from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks, pick_device, sync_errors
+from ringattn.train.settings.config import ConfigError
 from scripts import command
 from scripts.check.model_types import largest_error
 from scripts.tables import markdown_table
@@ -214,7 +216,15 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     model = tiny_model() if args.model is None else load_model(args.model)
     connect_ranks()
-    table = check(lambda: model, pick_device("auto"))
+    try:
+        with sync_errors():
+            device = pick_device("auto")
+    except ConfigError as error:
+        if dist.get_rank() == 0:
+            print(f"error: {error}", file=sys.stderr)
+        disconnect_ranks()
+        return 1
+    table = check(lambda: model, device)
     failures = [row for row in table if any(cell != MISSING and not float(cell) <= LIMIT for cell in row[2:])]
     if dist.get_rank() == 0:
         print(markdown_table(" | ".join(("ring", "data", *QUANTITIES, "limit")), ([*row, f"{LIMIT:.0e}"] for row in table)))
@@ -225,4 +235,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    exit_process(main(sys.argv[1:]))

@@ -13,7 +13,6 @@ and the exit status is 1. With --precision fp8, the inputs of the reference are 
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from ringattn.comm.p2p import backend_name
 from ringattn.kernels import dispatch, fp8
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.layout import KINDS
+from ringattn.train.commands.messages import exit_process
 from ringattn.train.parallel.mesh import build_mesh
 from ringattn.train.parallel.ranks import connect_ranks, disconnect_ranks, pick_device, sync_errors
 from ringattn.train.settings.config import ConfigError
@@ -197,7 +197,7 @@ def check(device: torch.device, seq_len: int, head_dim: int, precision: str = "i
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
     parser.add_argument("--seq-len", type=int, default=2051, help="tokens of the whole sequence (default: %(default)s)")
-    parser.add_argument("--head-dim", type=int, default=128, help="default: %(default)s")
+    parser.add_argument("--head-dim", type=command.at_least(1), default=128, help="default: %(default)s")
     parser.add_argument("--precision", choices=("ieee", "fp8"), default="ieee", help="default: %(default)s")
     return parser.parse_args(argv)
 
@@ -220,8 +220,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # When Python exits normally, a thread of gloo sometimes aborts the process.
-    os._exit(status)
+    exit_process(main(sys.argv[1:]))

@@ -50,3 +50,11 @@ def test_the_command_prints_a_table(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr("sys.argv", ["model_types", "bloom"])
     model_types.main()
     assert capsys.readouterr().out.splitlines()[2].startswith("| bloom | rejected | BloomForCausalLM does not use")
+
+
+def test_unknown_type_is_rejected(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["model_types", "opt", "lama"])
+    with pytest.raises(SystemExit) as exited:
+        model_types.main()
+    assert exited.value.code == 2
+    assert "transformers has no type lama: leave it out" in capsys.readouterr().err

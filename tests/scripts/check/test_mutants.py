@@ -79,3 +79,21 @@ def test_a_copy_of_the_repository_contains_its_links(tmp_path):
     copy = mutants.copy_repository(tmp_path / "copy")
     for name in ("kernels", "train", "configs"):
         assert (copy / "ringattn" / name).resolve() == copy / name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "ringattn/maks.py"], "argument --only: ringattn/maks.py does not exist"),
+        (["--only", "docs"], "there is no mutant"),
+        (["--generate", "2"], "there is no mutant"),
+        (["--generate", "-1", "--only", "train/run.py"], "argument --generate: '-1' must be an integer of at least 1"),
+        (["--jobs", "0"], "argument --jobs: '0' must be an integer of at least 1"),
+    ],
+)
+def test_arguments_without_mutants_are_rejected(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["mutants", *arguments])
+    with pytest.raises(SystemExit) as exited:
+        mutants.main()
+    assert exited.value.code == 2
+    assert message in capsys.readouterr().err

@@ -3,12 +3,14 @@
 import os
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 pytest.importorskip("transformers")
 
+from ringattn.train.settings.config import ConfigError
 from scripts.check import parity
 from scripts.command import rank_variables, serve_store
 from tests.distributed import run_ranks
@@ -41,6 +43,12 @@ def test_results_that_are_not_finite_are_reported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(parity, "CASES", {"one document": parity.CASES["one document"]})
     monkeypatch.setattr(parity, "average", lambda x, _: x * float("nan"))
     assert parity.main([]) == 1
+
+
+def test_too_few_gpus_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(parity, "pick_device", Mock(side_effect=ConfigError("this machine has 0 usable GPUs")))
+    assert parity.main([]) == 1
+    assert capsys.readouterr().err.endswith("error: this machine has 0 usable GPUs\n")
 
 
 def test_folder_without_a_model_is_rejected(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,6 +58,12 @@ def test_short_sequence_is_rejected(capsys):
     assert not dist.is_initialized()
 
 
+def test_head_dim_below_one_is_rejected(capsys):
+    with pytest.raises(SystemExit):
+        check_ring.main(["--head-dim", "0"])
+    assert "argument --head-dim: '0' must be an integer of at least 1" in capsys.readouterr().err
+
+
 def test_error_of_one_machine_is_reported(monkeypatch, capsys):
     def pick_device(name, share_gpus):
         raise ConfigError("this machine has 0 usable GPUs")
