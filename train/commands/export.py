@@ -45,8 +45,20 @@ TOKENIZER_FILES = (
 )
 # An export does not copy hidden files, weights, or the index files of weights.
 LEFT_OUT = (
-    *(".*", "*.safetensors", "*.index.json", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack", "*.onnx*"),
-    *("*.ot", "*.tflite", "*.npz"),
+    ".*",
+    "*.safetensors",
+    "*.index.json",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx*",
+    "*.ot",
+    "*.tflite",
+    "*.npz",
 )
 # Maps each setting that a run may change to the entries of config.json with its value.
 ENTRIES = {

@@ -566,8 +566,16 @@ SETTINGS = tuple(f"{group}.{setting}" for group in GROUPS for setting in vars(ge
 
 # The model settings in which a run may differ from its initial weights
 MAY_DIFFER = {
-    *("rope_theta", "rope_factor", "rope_trained_len", "rope_scaling", "rope_factors", "norm_eps", "window", "layer_types"),
-    *("local_rope_theta", "balance_loss"),
+    "rope_theta",
+    "rope_factor",
+    "rope_trained_len",
+    "rope_scaling",
+    "rope_factors",
+    "norm_eps",
+    "window",
+    "layer_types",
+    "local_rope_theta",
+    "balance_loss",
 }
 
 # The number of consecutive elements of a matrix row that share a scale in 8-bit moments.
