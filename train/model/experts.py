@@ -3,7 +3,6 @@
 The tokens are sorted by expert, so that one grouped matrix product computes all experts. No token is dropped.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -41,11 +40,10 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(count, dim, ffn_dim))
         self.gate_bias, self.up_bias, self.down_bias = bias(ffn_dim), bias(ffn_dim), bias(dim)
 
-    def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise the weights in the same way as in a dense block. The block initialises the biases."""
-        for weight in (self.router.weight, self.gate, self.up):
-            nn.init.normal_(weight, std=0.02, generator=generator)
-        nn.init.normal_(self.down, std=0.02 / math.sqrt(2 * self.config.layers), generator=generator)
+    def init_weights(self, generator: torch.Generator, inner: float, outer: float) -> None:
+        """Initialise `gate` and `up` with standard deviation `inner`, and `down` with `outer`. The block initialises biases."""
+        for weight, std in ((self.router.weight, 0.02), (self.gate, inner), (self.up, inner), (self.down, outer)):
+            nn.init.normal_(weight, std=std, generator=generator)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs for `x` (B, N, dim), and the routing: fp32 (2, experts).

@@ -53,12 +53,12 @@ class Block(nn.Module):
     """A layer, which computes x + attention(norm(x)), and then x + FFN(norm(x)).
 
     FFN is a gated feed-forward network, or several experts. The setting `norm_position` can also place norms after attention
-    and FFN. With `parallel`, attention and FFN have the same input.
+    and FFN. With `parallel`, attention and FFN have the same input. Only initial weights depend on `is_first`.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, is_first: bool = False) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.is_first = config, is_first
         self.head_dim, ffn_dim = config.resolved_head_dim, config.resolved_ffn_dim
         query_dim, key_dim = config.heads * self.head_dim, config.kv_heads * self.head_dim
         normed = (query_dim, key_dim) if config.qk_norm_all_heads else (self.head_dim, self.head_dim)
@@ -85,15 +85,21 @@ class Block(nn.Module):
         self.ffn_post_norm = vector(config.dim, after)
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Initialise the weights as in GPT-2, with standard deviation 0.02, or 0.02 / sqrt(2 * layers) for residual outputs."""
+        """Initialise the weights as in GPT-2, with standard deviation 0.02, or 0.02 / sqrt(2 * layers) for residual outputs.
+
+        The FFN of the first layer has standard deviation 1 / sqrt(inputs), so its outputs are about 0.6. Otherwise, the
+        residual stream would stay near the embeddings' 0.02, and the norms of all layers would multiply gradients by up to 50.
+        Then even the smallest learning rates of the warmup would increase the loss.
+        """
         residual = 0.02 / math.sqrt(2 * self.config.layers)
-        is_dense = self.config.experts is None
-        for linear in (self.query, self.key, self.value, *((self.gate, self.up) if is_dense else ())):
-            nn.init.normal_(linear.weight, std=0.02, generator=generator)
-        for linear in (self.output, *((self.down,) if is_dense else ())):
-            nn.init.normal_(linear.weight, std=residual, generator=generator)
-        if not is_dense:
-            self.experts.init_weights(generator)
+        inner, outer = (self.config.dim**-0.5, self.config.resolved_ffn_dim**-0.5) if self.is_first else (0.02, residual)
+        weights = [(self.query, 0.02), (self.key, 0.02), (self.value, 0.02), (self.output, residual)]
+        if self.config.experts is None:
+            weights += [(self.gate, inner), (self.up, inner), (self.down, outer)]
+        else:
+            self.experts.init_weights(generator, inner, outer)
+        for linear, std in weights:
+            nn.init.normal_(linear.weight, std=std, generator=generator)
         for name, parameter in self.named_parameters():
             if name.endswith("norm"):
                 init_norm(parameter, self.config)
@@ -152,7 +158,7 @@ class GPT(nn.Module):
         padded = padded_vocabulary(config, vocab_size)
         self.embedding = nn.Parameter(torch.empty(padded, config.dim))
         # The type ModuleList does not show which modules a list contains.
-        self.blocks = cast("list[Block]", nn.ModuleList(Block(config) for _ in range(config.layers)))
+        self.blocks = cast("list[Block]", nn.ModuleList(Block(config, index == 0) for index in range(config.layers)))
         self.norm = nn.Parameter(torch.empty(config.dim))
         self.head = None if config.tie_embeddings else nn.Parameter(torch.empty(padded, config.dim))
 
