@@ -237,6 +237,7 @@ def log_to_wandb(outcomes: list[Outcome], directory: Path) -> None:
         keep_tables_in(directory)
         with wandb.init(dir=directory, id=run_id(directory), mode=mode, resume="allow", settings=settings, **options) as run:
             run.log({"sweep": wandb.Table(table[0], table[1:]), "sweep_chart": wandb.Image(str(directory / "sweep.png"))})
+        wandb.teardown()  # Offline, W&B's process writes the last records after the `with` block. Wait for its end.
         log.info(f"{'W&B':<12}{mode}, the table and the picture of the sweep")
         if not is_online:
             log.info(f"{'W&B':<12}upload all runs of the sweep with: {sync_command(directory, is_sweep=True)}")
