@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -44,6 +45,8 @@ def connect_ranks(share_gpus: bool = False) -> Launch:
         share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. Ranks that share a GPU use gloo,
             because NCCL does not allow two ranks on one GPU. All ranks must pass the same value.
     """
+    # The calls below wait for other ranks. Meanwhile, Ctrl-C must end the process, because Python's handler would have to wait.
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "RANK" in os.environ:
         timeout = TORCHRUN_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else START_TIMEOUT
         job_store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
@@ -57,6 +60,7 @@ def connect_ranks(share_gpus: bool = False) -> Launch:
         os.environ[SHARE_GPUS] = "1"
         backend = "cpu:gloo,cuda:gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=START_TIMEOUT)
+    signal.signal(signal.SIGINT, previous)
     return Launch(store, attempt, launch_time(job_store) if rank == 0 else "")
 
 

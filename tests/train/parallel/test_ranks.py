@@ -1,6 +1,10 @@
 """The ranks of a job: they agree on values and errors, and each has a device."""
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +26,7 @@ from ringattn.train.parallel.ranks import (
     sync_errors,
 )
 from ringattn.train.settings.config import ConfigError
+from scripts.command import child_environment, rank_variables, serve_store
 from tests.distributed import run_ranks
 from tests.train.jobs import one_rank
 
@@ -39,6 +44,22 @@ def test_a_process_without_torchrun_is_the_only_rank(monkeypatch):
     assert not dist.is_initialized()
     # A mesh must not outlive the process group on which it was built.
     assert build_mesh.cache_info().currsize == 0
+
+
+def test_ctrl_c_ends_a_rank_that_waits_for_another_rank():
+    store = serve_store()
+    program = "from ringattn.train.parallel.ranks import connect_ranks; connect_ranks()"
+    environment = child_environment(**rank_variables(store, 1, 2))
+    with subprocess.Popen([sys.executable, "-c", program], env=environment) as process:
+        while store.num_keys() < 2:  # The rank writes its name, and then waits for the reply of rank 0.
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(20) == -signal.SIGINT
+        finally:
+            process.kill()
 
 
 def test_values_and_errors_of_one_rank_reach_all_ranks(tmp_path):
