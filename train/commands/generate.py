@@ -12,6 +12,7 @@ trainer.fp8_attention=inference is set, FP8 attention processes the prompt.
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -71,11 +72,9 @@ def run_command_line(arguments: list[str]) -> None:
     run = build_for_inference(config, model.path)
     prompt = run.tokenizer.encode(options.prompt).tolist()
     tokens = stream(run, prompt, options.tokens, options.temperature, options.top_p, options.seed)
-    for text in decode_stream(run.tokenizer, prompt, tokens):
+    for text in chain(decode_stream(run.tokenizer, prompt, tokens), ["\n"]):
         if dist.get_rank() == 0:
             print(text, end="", flush=True)
-    if dist.get_rank() == 0:
-        print(flush=True)
 
 
 def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
