@@ -297,7 +297,7 @@ def test_held_out_fraction_is_evaluated(lengths, corpus, run_command_line, run_s
     last = json.loads(Path("outputs/part/metrics.jsonl").read_text().splitlines()[-1])
     assert all(f"| {length} | {last['eval_target_tokens']:,} |" in table for length in lengths.split(","))
     if lengths == "64":
-        assert f"{last['eval_loss']:.3f}" in Path("outputs/part-evaluation/evaluation.md").read_text()
+        assert f"{last['eval_loss']:.4f}" in Path("outputs/part-evaluation/evaluation.md").read_text()
 
 
 def test_folder_without_a_tokenizer_is_an_error(corpus, run_script, only_error, tmp_path):
