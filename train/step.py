@@ -20,7 +20,7 @@ from ringattn.train.model.experts import balance_loss
 from ringattn.train.model.loss import IGNORE, cross_entropy
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.mesh import Masks, attention
-from ringattn.train.settings.config import ModelConfig
+from ringattn.train.settings.config import ConfigError, ModelConfig
 from ringattn.train.setup import InferenceRun, Run
 
 Work = TypeVar("Work")
@@ -79,6 +79,12 @@ class ExpertBalance:
 
 class Diverged(RuntimeError):
     """Raised if the loss or the gradient norm is not finite."""
+
+
+def check_finite(outputs: Tensor) -> None:
+    """Raise ConfigError if outputs of a model are NaN or infinite. Their largest element would look like a prediction."""
+    if not outputs.isfinite().all():
+        raise ConfigError("the model computes NaN or infinity: choose another checkpoint, or trainer.precision=fp32")
 
 
 def take_step(run: Run, step: int, consumed: int) -> tuple[dict[str, float], bool]:

@@ -20,6 +20,7 @@ from ringattn.train.model.gpt import Attend
 from ringattn.train.reports.wandb_run import WandbRun
 from ringattn.train.settings.config import ConfigError, write_atomically
 from ringattn.train.setup import InferenceRun, Run
+from ringattn.train.step import check_finite
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +154,7 @@ def _last_logits(hidden: Tensor, head: Tensor) -> Tensor:
 
 
 def _sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Tensor:
+    check_finite(logits)
     if temperature == 0:
         return logits.argmax()
     return torch.multinomial(_nucleus((logits / temperature).softmax(-1), top_p), 1, generator=generator)[0]

@@ -17,7 +17,7 @@ from ringattn.train.parallel.mesh import choose_layout
 from ringattn.train.reports.recall_results import Accuracies
 from ringattn.train.settings.config import Config
 from ringattn.train.setup import InferenceRun
-from ringattn.train.step import forward, until_stopped
+from ringattn.train.step import check_finite, forward, until_stopped
 
 Create = Callable[[int, Iterable[int]], tuple[Batch, Tensor]]
 
@@ -89,6 +89,7 @@ def count_correct(hidden: Tensor, head: Tensor, labels: Tensor, vocab_size: int)
         head: (V, dim). Rows from `vocab_size` on are padding.
         labels: int64 (B, N), the next tokens, or IGNORE for tokens that are not answers.
     """
+    check_finite(hidden)
     is_answer = labels != IGNORE
     head = head[:vocab_size].float()
     # Only the logits of one chunk exist at a time, because the vocabulary may be large.

@@ -1,6 +1,7 @@
 """The accuracy on the recall task: of predictors that are known, on any mesh, during training, and for a finished run."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +13,13 @@ import torch.nn.functional as F
 from ringattn.train import preemption
 from ringattn.train import setup as run_setup
 from ringattn.train.data.recall import FIRST_KEY, FIRST_VALUE, NUM_VALUES, grid_batch
+from ringattn.train.inference.generation import _sample
 from ringattn.train.inference.recall import count_correct, evaluate_recall
 from ringattn.train.model.loss import IGNORE
 from ringattn.train.preemption import StoppedEarly
 from ringattn.train.reports.recall_results import from_metrics
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import Config, DataConfig, with_settings
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, with_settings
 from tests.distributed import run_ranks
 from tests.train.jobs import job, one_rank
 
@@ -51,6 +53,18 @@ def recall_values(tokens: torch.Tensor, window: int) -> torch.Tensor:
             if position - window < fact:
                 predicted[row, position] = FIRST_VALUE + document[fact] % NUM_VALUES
     return predicted
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_broken_model_has_no_accuracy_and_no_text(value):
+    labels = torch.full((1, 3), 5)
+    hidden = torch.zeros(1, 3, VOCABULARY)
+    hidden[0, 1, 2] = value
+    with pytest.raises(ConfigError, match="NaN or infinity"):
+        count_correct(hidden, torch.eye(VOCABULARY), labels, VOCABULARY)
+    for temperature in (0, 0.8):
+        with pytest.raises(ConfigError, match="NaN or infinity"):
+            _sample(hidden[0, 1], temperature, 1.0, torch.Generator())
 
 
 def test_perfect_and_random_predictors():
