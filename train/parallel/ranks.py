@@ -45,7 +45,7 @@ def connect_ranks(share_gpus: bool = False) -> Launch:
         share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. Ranks that share a GPU use gloo,
             because NCCL does not allow two ranks on one GPU. All ranks must pass the same value.
     """
-    # The calls below wait for other ranks. Meanwhile, Ctrl-C must end the process, because Python's handler would have to wait.
+    # The calls below wait for other ranks, and Python would handle Ctrl-C only afterwards. Let Ctrl-C end the process directly.
     previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
     if "RANK" in os.environ:
         timeout = TORCHRUN_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else START_TIMEOUT
