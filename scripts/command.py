@@ -47,6 +47,13 @@ def at_least(minimum: int) -> Callable[[str], int]:
     return parse
 
 
+def png_file(text: str) -> Path:
+    """Parse the path of a picture, as an argparse type. `scripts.plots.save_plot` writes only PNG files."""
+    if Path(text).suffix != ".png":
+        raise argparse.ArgumentTypeError(f"{text!r} must end with .png")
+    return Path(text)
+
+
 def torchrun(ranks: int, *arguments: str) -> list[str]:
     """Return the command line that starts `ranks` processes on this machine, for `subprocess.run`.
 

@@ -97,7 +97,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("traces", type=Path, nargs="+", help="traces that trainer.profile has written")
     parser.add_argument("--steps", type=command.at_least(1), nargs="+", required=True, help="one step, or one per trace")
     parser.add_argument("--labels", nargs="+", default=None, help="one label per trace; default: the names of the runs")
-    parser.add_argument("--output", type=Path, default=command.RESULTS / "step_timeline.png", help="the picture")
+    parser.add_argument("--output", type=command.png_file, default=command.RESULTS / "step_timeline.png", help="the picture")
     args = parser.parse_args(argv)
     labels = args.labels or [path.parts[-3] if len(path.parts) > 2 else path.name for path in args.traces]
     numbers = args.steps * len(args.traces) if len(args.steps) == 1 else args.steps

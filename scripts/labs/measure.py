@@ -31,7 +31,8 @@ def new_parser(doc: str, name: str) -> argparse.ArgumentParser:
     parser = command.new_parser(doc)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device, help="default: cuda if there is a GPU")
-    parser.add_argument("--output", type=Path, default=OUTPUT / f"{name}.png", help=f"default: outputs/labs/{name}.png")
+    output = OUTPUT / f"{name}.png"
+    parser.add_argument("--output", type=command.png_file, default=output, help=f"default: outputs/labs/{name}.png")
     return parser
 
 

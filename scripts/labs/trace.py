@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -28,6 +29,7 @@ from ringattn.planning.schedule import LocalStep
 from ringattn.ring import run_schedule
 from ringattn.state import PartialState
 from ringattn.train.reports.figures import clean_axes, new_figure
+from scripts.command import png_file
 
 MAX_SCORES = 64  # with more scores, the tables and the picture would be too long to read
 
@@ -245,7 +247,7 @@ def table(problem: Problem, trace: Trace) -> str:
     return "\n".join([*lines, "", f"out = o / l = {_numbers(trace.out)}, lse = m + log l = {_number(trace.lse)}"])
 
 
-def draw(problem: Problem, traces: dict[str, Trace], layout: Layout, path: str) -> None:
+def draw(problem: Problem, traces: dict[str, Trace], layout: Layout, path: Path) -> None:
     """Draw one column of bar charts per trace. Each event has a bar chart of the probabilities exp(s - m). Solid bars are newly
     added keys, and each colour is a rank.
     """
@@ -283,7 +285,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--values", type=float, nargs="*", help="the value of each key, with --scores (default: 1 2 3 ...)")
     parser.add_argument("--tile", type=int, default=2, help="keys per tile (default: 2)")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the ring (default: 2)")
-    parser.add_argument("--output", metavar="PNG", help="also draw the trace as a picture")
+    parser.add_argument("--output", type=png_file, metavar="PNG", help="also draw the trace as a picture")
     args = parser.parse_args(argv)
     if args.values is not None and args.scores is None:
         parser.error("--values without --scores: give both, with one value per score")

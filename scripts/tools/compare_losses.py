@@ -50,7 +50,7 @@ def plot(runs: dict[str, list[dict[str, Any]]]) -> plt.Figure:
 
 def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
-    parser.add_argument("output", type=Path, help="the PNG file to write")
+    parser.add_argument("output", type=command.png_file, help="the PNG file to write")
     parser.add_argument("runs", type=Path, nargs="+", help="directories of runs")
     parser.add_argument("--last", type=command.at_least(1), default=20, help="steps of the final loss (default: 20)")
     args = parser.parse_args(argv)

@@ -4,7 +4,6 @@ python -m scripts.tools.draw_schedule docs/ring.png
 """
 
 import sys
-from pathlib import Path
 
 from ringattn import Layout, Mask
 from ringattn.planning.rank_plan import needs, split_points
@@ -54,7 +53,7 @@ def draw_message(axes: plt.Axes, t: int, message: Message) -> None:
 
 def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
-    parser.add_argument("output", type=Path, help="the PNG file to write")
+    parser.add_argument("output", type=command.png_file, help="the PNG file to write")
     parser.add_argument("--ranks", type=int, default=4, choices=range(2, 9), help="ranks of the ring (default: 4)")
     args = parser.parse_args(argv)
     size = 64 * args.ranks, args.ranks

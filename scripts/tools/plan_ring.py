@@ -380,7 +380,7 @@ def new_parser() -> argparse.ArgumentParser:
     add("--node", type=int, default=cluster.node, help="GPUs per node (default: %(default)s)")
     for option, name, unit, meaning in CLUSTER_OPTIONS:
         add(option, dest=name, type=float, default=getattr(cluster, name) / unit, help=f"{meaning} (default: %(default)g)")
-    add("--plot", type=Path, help="a PNG file for a plot of the table")
+    add("--plot", type=command.png_file, help="a PNG file for a plot of the table")
     add("--measured", type=Path, help="a JSON file with measurements; compare them with the prediction")
     return parser
 

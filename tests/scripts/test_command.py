@@ -62,6 +62,16 @@ def test_integers_below_the_minimum_are_rejected(capsys):
         assert f"'{text}' must be an integer of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["picture", "picture.svg", "png"])
+def test_pictures_that_are_not_png_files_are_rejected(name, capsys):
+    parser = command.new_parser("A script.")
+    parser.add_argument("output", type=command.png_file)
+    assert parser.parse_args(["a.b/picture.png"]).output == Path("a.b/picture.png")
+    with pytest.raises(SystemExit):
+        parser.parse_args([name])
+    assert f"'{name}' must end with .png" in capsys.readouterr().err
+
+
 def test_run_is_described_by_date_machine_and_command(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
     run = command.describe_run("scripts.bench.ring", ["--cases", "a b"], gpus=2, ranks=2, packages=["no-such-package"])

@@ -10,13 +10,9 @@ def test_plot_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").stat().st_size > 5_000
 
 
-@pytest.mark.parametrize(("name", "reason"), [("nope/x.png", "No such file"), ("x.nope", ".nope")])
-def test_path_that_cannot_be_written_is_named_in_the_error(
-    capsys: pytest.CaptureFixture, tmp_path: Path, name: str, reason: str
-) -> None:
+def test_path_that_cannot_be_written_is_named_in_the_error(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as exited:
-        draw_schedule.main([str(tmp_path / name), "--ranks", "2"])
+        draw_schedule.main([str(tmp_path / "nope/x.png"), "--ranks", "2"])
     last = capsys.readouterr().err.splitlines()[-1]
     assert exited.value.code == 2
-    assert f"error: cannot write {tmp_path / name}: " in last
-    assert reason in last
+    assert f"error: cannot write {tmp_path}/nope/x.png: [Errno 2]" in last
