@@ -48,7 +48,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def png_file(text: str) -> Path:
-    """Parse the path of a picture, as an argparse type. `scripts.plots.save_plot` writes only PNG files."""
+    """An argparse type for the path of a picture, which must be a PNG file."""
     if Path(text).suffix != ".png":
         raise argparse.ArgumentTypeError(f"{text!r} must end with .png")
     return Path(text)

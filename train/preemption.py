@@ -99,7 +99,7 @@ def handle_stop_signals() -> Generator[None]:
     previous_end = signal.set_wakeup_fd(end, warn_on_full_buffer=False)
     receiver = threading.Thread(target=receive, daemon=True)
     receiver.start()
-    # torchrun also signals the children of a rank. Block the signals in the main thread: compilers such as ptxas inherit the
+    # torchrun also signals the children of each rank. Block the signals in the main thread: compilers such as ptxas inherit the
     # mask, so they are not killed. (Up to torch 2.14, torch.compile waits forever for compiler processes that have died.) The
     # thread above still receives the signals.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)

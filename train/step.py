@@ -82,7 +82,7 @@ class Diverged(RuntimeError):
 
 
 def check_finite(outputs: Tensor) -> None:
-    """Raise ConfigError if outputs of a model are NaN or infinite. Their largest element would look like a prediction."""
+    """Raise ConfigError if outputs of a model are NaN or infinite. Otherwise, `argmax` would return some token."""
     if not outputs.isfinite().all():
         raise ConfigError("the model computes NaN or infinity: choose another checkpoint, or trainer.precision=fp32")
 

@@ -106,7 +106,7 @@ def test_signal_is_noticed_while_the_main_thread_is_in_a_long_call():
 
 
 def test_stop_signals_miss_child_processes():
-    """torchrun signals the process group of a rank. If a compiler ended, its compilation would fail."""
+    """torchrun signals the process group of each rank. Without compiler processes, compilations would fail."""
     with one_rank(), handle_stop_signals(), subprocess.Popen(["sleep", "100"]) as child:
         for number in preemption.HANDLED_SIGNALS:
             os.kill(child.pid, number)

@@ -326,7 +326,7 @@ def retry_after_a_timeout() -> None:
 
 
 def test_a_store_whose_server_has_died_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun may be killed before the first call. Its ranks must not try to reach the store until a timeout."""
+    """torchrun may be killed before the first call. Its ranks must raise an error at once instead of waiting for the store."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, timeout=timedelta(seconds=15))
     monkeypatch.setattr(connect, "_get_process_group_store", lambda group: client)

@@ -296,7 +296,7 @@ def test_an_interrupted_export_is_removed(tmp_path, monkeypatch):
 
 
 def test_two_exports_into_the_same_folder_are_an_error(tmp_path, monkeypatch):
-    """The second export begins while the first export loads its weights. All users may read the files of the first."""
+    """The second export begins while the first export loads its weights. All users may read the exported files."""
     saved, exported_tensors = save_checkpoint(tmp_path / "checkpoints"), export.exported_tensors
 
     def start_another(*arguments: Any) -> dict[str, torch.Tensor]:

@@ -271,7 +271,7 @@ def receive_sigterm_after_the_last_step(rank: int) -> None:
 
 
 def test_sigterm_after_the_last_step_does_not_end_the_wandb_run_early(tmp_path):
-    """The steps would be lost, because later launches do not repeat them. Later launches generate the sample."""
+    """If the W&B run ended early, its last steps would be lost, because later launches only generate the sample."""
     job = [*SMALL, f"data.path={write_corpus(tmp_path / 'corpus')}", "logger=offline", "name=a", "trainer.steps=2"]
     job, directory = [*job, "trainer.sample_tokens=1"], tmp_path / "outputs" / "a"
     is_successful, _, stderr = launch_ranks(1, tmp_path, *job, prepare=receive_sigterm_after_the_last_step)
