@@ -10,9 +10,15 @@ def test_plot_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "x.png").stat().st_size > 5_000
 
 
-def test_path_that_cannot_be_written_is_named_in_the_error(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("nope/x.png", "error: cannot write {}: [Errno 2] No such file"), ("x.nope", "'{}' must end with .png")],
+)
+def test_path_that_cannot_be_written_is_named_in_the_error(
+    capsys: pytest.CaptureFixture, tmp_path: Path, name: str, error: str
+) -> None:
     with pytest.raises(SystemExit) as exited:
-        draw_schedule.main([str(tmp_path / "nope/x.png"), "--ranks", "2"])
+        draw_schedule.main([str(tmp_path / name), "--ranks", "2"])
     last = capsys.readouterr().err.splitlines()[-1]
     assert exited.value.code == 2
-    assert f"error: cannot write {tmp_path}/nope/x.png: [Errno 2]" in last
+    assert error.format(tmp_path / name) in last
