@@ -115,10 +115,11 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
         ConfigError: there is no text to evaluate, or a sequence length is not an integer.
     """
     overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
-    for name in (name for name in overrides if name.startswith("data.eval_")):
-        raise ConfigError(
-            f"{name}={overrides[name]} is impossible: an evaluation uses only one text, so use data.path and data.split instead"
-        )
+    for name, value in overrides.items():
+        if name.startswith("data.eval_"):
+            raise ConfigError(
+                f"{name}={value} is impossible: an evaluation uses only one text, so use data.path and data.split instead"
+            )
     source = overrides.get("data.source", config.data.source)
     lengths = overrides.pop("data.seq_len", ",".join(map(str, default_lengths(config.data.seq_len, source)))).split(",")
     if (text := evaluated_text(config.data, overrides)) is not None:
