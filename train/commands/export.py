@@ -15,7 +15,8 @@ The exporting process holds all parameters in memory at once.
 
 import json
 import shutil
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
@@ -147,10 +148,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
             raise ConfigError(f"{folder} is inside of {published}, whose files are copied: choose another folder")
         written = changed_files(published, saved, config, tokenizer)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # At the end, `write_atomically` renames this file to config.json. Until then, another export into this folder fails.
-        (folder / "config.tmp").touch(exist_ok=False)
-        try:
+        with _reserve(folder):
             tensors = exported_tensors(path, settings, rows, dtype, FAMILIES[config["model_type"]])
             size = sum(tensor.nbytes for tensor in tensors.values())
             with show_progress(("saving", "saved"), folder, size, lambda: bytes_on_disk(folder) / size):
@@ -167,9 +165,6 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
             # Write config.json last and atomically, so that programs never load an incomplete export.
             for name in sorted(contents, key=lambda name: name == "config.json"):
                 write_atomically(folder / name, contents[name])
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"cannot write {folder}: {error}; check the disk, or choose another folder") from error
     print(f"{folder}: {sum(tensor.numel() for tensor in tensors.values()):,} parameters, {dtype}")
@@ -179,6 +174,19 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         print(f"No other files were copied, because {saved.trainer.init_from} is not (or no longer) the folder of this model")
     if not isinstance(tokenizer, JsonTokenizer):
         print(f"The folder has no tokenizer: the token ids are the bytes of the text, and {tokenizer.eos} starts each document")
+
+
+@contextmanager
+def _reserve(folder: Path) -> Generator[None]:
+    """Let another export into this new or empty folder fail. After an error or Ctrl-C, remove the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # At the end, `write_atomically` renames this file to config.json.
+    (folder / "config.tmp").touch(exist_ok=False)
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def published_folder(saved: Config, tokenizer: Tokenizer) -> Path | None:
