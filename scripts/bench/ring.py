@@ -204,7 +204,7 @@ def main(argv: list[str]) -> int:
     device = gpus.join_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
     names = variants.choose_variants(args.variants, ranks)
-    header = command.describe_run("scripts.bench.ring", argv, gpus=ranks, ranks=ranks)
+    header = command.describe_run("scripts.bench.ring", argv, gpus=ranks, ranks=ranks) | {"ranks": ranks}
     rows: ring_report.Rows = {}
     for name in args.cases:
         case = variants.CASES[name]

@@ -20,7 +20,7 @@ from scripts import command
 from scripts.plots import plot_points, plt, save_plot, set_length_axis
 from scripts.tables import markdown_table
 
-PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "context_parallel")
+PLOTTED = ("local", "nvlink-auto", "nvlink-state", "ulysses-4", "ulysses-8", "context_parallel")
 PARTS = ("forward", "both")  # "both" is a forward pass followed by a backward pass
 # The results of each case by name.
 Rows = dict[str, dict[str, dict[str, Any]]]
@@ -158,6 +158,7 @@ def join(paths: list[Path]) -> tuple[dict[str, Any], Rows]:
         "date": ", ".join(sorted({header["date"] for header in headers})),
         "machine": headers[0]["machine"],
         "command": "\n".join(header["command"] for header in headers),
+        "ranks": headers[0]["ranks"],
         "receive_buffer_bytes": max(header.get("receive_buffer_bytes", 0) for header in headers),
     }
     return header, rows

@@ -1,7 +1,7 @@
 """Define the problems and the timed calls of `scripts.bench.ring`.
 
 - Variants such as `nvlink-auto` and `p2p-kv` call `ring_attention` with the named transport and schedule.
-- The variant `ulysses-4` calls `ulysses_attention` with Ulysses groups of 4 ranks and a ring across the groups.
+- Variants such as `ulysses-4` call `ulysses_attention`, here with Ulysses groups of 4 ranks and a ring across the groups.
 - The variants `local` and `ulysses-4-local` run the kernels of a ring and of `ulysses-4` without communication.
 - The variant `context_parallel` is PyTorch's context_parallel with cuDNN.
 - Variants such as `local-graph` are replayed from a CUDA graph.
@@ -45,8 +45,11 @@ def _case(kind: str, length: int, heads: int = 16, key_heads: int = 16) -> Case:
 CASES = {
     "causal-8k": _case("causal", 2**13),
     "causal-16k": _case("causal", 2**14),
+    "causal-32k": _case("causal", 2**15),
     "causal-64k": _case("causal", 2**16),
+    "causal-128k": _case("causal", 2**17),
     "causal-256k": _case("causal", 2**18),
+    "causal-512k": _case("causal", 2**19),
     "grouped-16k": _case("causal", 2**14, 32, 8),
     "grouped-64k": _case("causal", 2**16, 32, 8),
     "grouped-256k": _case("causal", 2**18, 32, 8),
@@ -66,10 +69,7 @@ VARIANTS = (
     "p2p-kv",
     "p2p-state",
     "ulysses-2",
-    "ulysses-4-local",
-    "ulysses-4-local-graph",
-    "ulysses-4",
-    "ulysses-4-graph",
+    *(f"ulysses-{degree}{suffix}" for degree in (4, 8) for suffix in ("-local", "-local-graph", "", "-graph")),
     "context_parallel",
 )
 

@@ -2,7 +2,7 @@ r"""Predict the time, the bytes and the exposed communication of one attention l
 
     python -m scripts.tools.plan_ring --length 1048576 --heads 32 --kv-heads 8
     python -m scripts.tools.plan_ring --length 262144 --ranks 8 16 32 --ulysses auto --network-gbs 50 --plot plan.png
-    python -m scripts.tools.plan_ring --measured rows.json
+    python -m scripts.tools.plan_ring --measured outputs/benchmarks/ring/ring.json
 
 The predictions come from the cost model with which ringattn chooses schedules (`ringattn/planning`).
 
@@ -15,13 +15,13 @@ A Ulysses all-to-all of one chunk of heads overlaps with attention of another ch
 
 To save time, long sequences are scaled down to 32,768 positions, and large rings to 64 ranks. The error is less than 3%.
 
-The option --measured compares predictions with the measurements in a JSON file. The file contains a list of objects with the
-keys ranks, seq_len, heads, kv_heads, dim, forward_ms and forward_backward_ms. The key ulysses is optional, and its default is
-1.
+The option --measured compares predictions with the measurements of `scripts.bench.ring`, in the file ring.json. The comparison
+leaves out packed documents, CUDA graphs and the transport p2p.
 """
 
 import argparse
 import json
+import re
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -39,10 +39,10 @@ from ringattn.planning.schedule import Schedule
 from ringattn.planning.ulysses_degree import MAX_PLANNED_POSITIONS, MAX_PLANNED_RANKS
 from ringattn.planning.workload import Work
 from scripts import command
+from scripts.bench import ring_variants
+from scripts.bench.cases import Case
 from scripts.tables import markdown_table
 
-SHAPE = "seq_len", "heads", "kv_heads", "dim", "ranks"
-TIMES = "forward_ms", "forward_backward_ms"
 MASKS = ("causal", "full")
 BF16_BYTES = 2
 
@@ -301,34 +301,44 @@ def predict_all(layers: list[Layer], cluster: Cluster) -> list[tuple[Layer, Cost
     return costs
 
 
-def read_measured(path: Path) -> list[dict[str, Any]]:
-    """Read the measurements in a JSON file.
+def read_measured(path: Path) -> list[tuple[str, Layer, dict[str, Any]]]:
+    """Read the file ring.json of `scripts.bench.ring`. Return the name, the layer and the times of each predictable call.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not a list of objects with the numbers in SHAPE and TIMES.
+        ValueError: the file is not a report of `scripts.bench.ring`, or contains no predictable call.
     """
+    measured = list[tuple[str, Layer, dict[str, Any]]]()
     try:
-        rows = json.loads(path.read_text())
-        if all(isinstance(row[name], int | float) for row in rows for name in (*SHAPE, *TIMES)):
-            return rows
-    except (ValueError, TypeError, KeyError):
-        pass
-    raise ValueError(f"{path} must be a JSON list of objects with the numbers {', '.join((*SHAPE, *TIMES))}")
+        report = json.loads(path.read_text())
+        for name, rows in report["rows"].items():
+            case = Case(**rows.pop("case"))
+            shape = case.length, case.heads, case.num_key_heads, case.head_dim, report["ranks"]
+            for variant, row in rows.items():
+                if case.documents or "both" not in row or not re.fullmatch(r"nvlink-\w+|ulysses-\d+", variant):
+                    continue
+                schedule = variant.split("-")[1] if ring_variants.is_ring(variant) else "auto"
+                layer = Layer(*shape, ring_variants.ulysses_degree(variant), window=case.window, schedule=schedule)
+                measured.append((f"{name}, {variant}", layer, row))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        measured.clear()
+    if not measured:
+        raise ValueError(f"{path} must be a file ring.json of scripts.bench.ring with times of NVLink rings or Ulysses")
+    return measured
 
 
-def print_measured(rows: list[tuple[Layer, dict[str, Any]]], cluster: Cluster) -> None:
+def print_measured(measured: list[tuple[str, Layer, dict[str, Any]]], cluster: Cluster) -> None:
     columns = (
-        "Ulysses x ring | length | heads | forward, ms | predicted, ms | measured / predicted"
+        "call | forward, ms | predicted, ms | measured / predicted"
         " | forward + backward, ms | predicted, ms | measured / predicted"
     )
     lines = []
-    for layer, row in rows:
+    for name, layer, row in measured:
         forward, backward = predict(layer, cluster)
-        cells = [f"{layer.ulysses} x {layer.ring}", f"{layer.seq_len:,}", f"{layer.heads} / {layer.kv_heads} x {layer.dim}"]
-        for name, cost in zip(TIMES, (forward, forward + backward), strict=True):
+        cells = [name]
+        for part, cost in (("forward", forward), ("both", forward + backward)):
             milliseconds = 1e3 * cost.seconds
-            cells += [f"{row[name]:,.3g}", f"{milliseconds:,.3g}", f"{row[name] / milliseconds:.2f}"]
+            cells += [f"{row[part]['ms']:,.3g}", f"{milliseconds:,.3g}", f"{row[part]['ms'] / milliseconds:.2f}"]
         lines.append(cells)
     print(markdown_table(columns, lines), end="")
 
@@ -381,7 +391,7 @@ def new_parser() -> argparse.ArgumentParser:
     for option, name, unit, meaning in CLUSTER_OPTIONS:
         add(option, dest=name, type=float, default=getattr(cluster, name) / unit, help=f"{meaning} (default: %(default)g)")
     add("--plot", type=command.png_file, help="a PNG file for a plot of the table")
-    add("--measured", type=Path, help="a JSON file with measurements; compare them with the prediction")
+    add("--measured", type=Path, help="a file ring.json; compare its measurements with the prediction")
     return parser
 
 
@@ -392,18 +402,17 @@ def run(args: argparse.Namespace) -> None:
         OSError: a file cannot be read or written.
         ValueError: the arguments or the measurements describe an impossible layer or cluster.
     """
-    if args.plot and args.measured:
-        raise ValueError("--plot and --measured cannot be combined, because --plot draws the table that --measured replaces")
     cluster = Cluster(node=args.node, **{name: getattr(args, name) * unit for _, name, unit, _ in CLUSTER_OPTIONS})
     options: dict[str, Any] = dict(
         batch=args.batch, mask=args.mask, window=args.window, layout=args.layout, schedule=args.schedule
     )
     if args.measured:
-        rows = []
-        for row in read_measured(args.measured):
-            layer = Layer(**{name: row[name] for name in SHAPE}, **options)
-            rows.append((with_ulysses(layer, str(row.get("ulysses", 1)), cluster), row))
-        print_measured(rows, cluster)
+        defaults = vars(new_parser().parse_args([]))
+        clusters = {name for _, name, _, _ in CLUSTER_OPTIONS} | {"node", "measured"}
+        if given := [name for name in defaults if name not in clusters and getattr(args, name) != defaults[name]]:
+            option = given[0].replace("_", "-")
+            raise ValueError(f"--{option} and --measured cannot be combined, because the file describes the measured layers")
+        print_measured(read_measured(args.measured), cluster)
         return
     layers = [Layer(args.length, args.heads, args.kv_heads, args.dim, ranks, **options) for ranks in args.ranks]
     costs = predict_all([with_ulysses(layer, args.ulysses, cluster) for layer in layers], cluster)

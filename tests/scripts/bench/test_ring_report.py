@@ -7,7 +7,7 @@ import pytest
 
 from scripts.bench import ring_report
 
-HEADER = {"date": "2026-11-22", "machine": "2 x GPU", "command": "torchrun -m scripts.bench.ring"}
+HEADER = {"date": "2026-11-22", "machine": "2 x GPU", "command": "torchrun -m scripts.bench.ring", "ranks": 2}
 
 
 def timed(forward_ms: float, both_ms: float, **more) -> dict:

@@ -30,13 +30,14 @@ def test_rank_without_communication_computes_with_as_many_rows(kind: str, ranks:
         assert all(x.shape == y.shape and x.isfinite().all() for x, y in zip((out, *grads), (q, q, k, v), strict=True))
 
 
-@pytest.mark.parametrize(("variant", "degree"), [("ulysses-4", 4), ("ulysses-2-local", 2), ("nvlink-auto", 1), ("local", 1)])
+@pytest.mark.parametrize(("variant", "degree"), [("ulysses-8", 8), ("ulysses-2-local", 2), ("nvlink-auto", 1), ("local", 1)])
 def test_variant_names_its_ulysses_degree(variant: str, degree: int) -> None:
     assert ulysses_degree(variant) == degree
 
 
 def test_variants_whose_degree_does_not_divide_the_ranks_are_left_out_or_rejected() -> None:
     assert {ulysses_degree(variant) for variant in choose_variants(None, 6)} == {1, 2}
+    assert {ulysses_degree(variant) for variant in choose_variants(None, 8)} == {1, 2, 4, 8}
     assert choose_variants(["ulysses-4"], 8) == ["ulysses-4"]
     with pytest.raises(SystemExit, match="--variants ulysses-4: the Ulysses degree must divide the 6 ranks"):
         choose_variants(["local", "ulysses-4"], 6)

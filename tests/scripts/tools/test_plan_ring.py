@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -16,6 +16,7 @@ from ringattn.layout import KINDS
 from ringattn.planning.cost_model import ALL_TO_ALL_FACTOR
 from ringattn.planning.rank_plan import get_plan
 from ringattn.planning.ulysses_degree import bytes_per_row
+from scripts.bench.cases import Case
 from scripts.tools import plan_ring
 from scripts.tools.plan_ring import Cluster, Layer, all_to_all, bytes_sent, predict, ring_pass, with_ulysses
 
@@ -67,7 +68,8 @@ INVALID = {
     "--node 0": "node = 0: must be above 0",
     "--layout spiral": "invalid choice: 'spiral'",
     "--measured /nope.json": "No such file or directory: '/nope.json'",
-    "--plot x.png --measured rows.json": "cannot be combined",
+    "--plot x.png --measured ring.json": "--plot and --measured cannot be combined",
+    "--kv-heads 4 --measured ring.json": "--kv-heads and --measured cannot be combined",
 }
 
 
@@ -234,13 +236,29 @@ def test_table_has_one_row_per_number_of_ranks(capsys: pytest.CaptureFixture, tm
 
 
 def test_measured_rows_are_compared_with_the_prediction(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    forward, backward = predict(Layer(8192, 8, 2, 64, 4, ulysses=2), Cluster())
-    row = dict(ranks=4, ulysses=2, seq_len=8192, heads=8, kv_heads=2, dim=64)
-    times = dict(forward_ms=2e3 * forward.seconds, forward_backward_ms=500 * (forward.seconds + backward.seconds))
-    (tmp_path / "rows.json").write_text(json.dumps([row | times]))
-    plan_ring.main(["--measured", str(tmp_path / "rows.json")])
-    cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")]
-    assert (cells[1], cells[6], cells[9]) == ("2 x 2", "2.00", "0.50")
+    """Calls without a prediction are left out: without communication, in a CUDA graph, over NCCL, and with documents."""
+
+    def times(layer: Layer) -> dict:
+        forward, backward = (1e3 * cost.seconds for cost in predict(layer, Cluster()))
+        return {"forward": {"ms": 2 * forward}, "both": {"ms": 0.5 * (forward + backward)}}
+
+    hybrid, ring = Layer(8192, 8, 2, 64, 4, ulysses=2), Layer(8192, 8, 2, 64, 4, schedule="state", window=1024)
+    others = dict.fromkeys(("local", "nvlink-auto-graph", "p2p-auto", "ulysses-2-local", "context_parallel"), times(ring))
+    cases = {
+        "hybrid": {"ulysses-2": times(hybrid), "nvlink-kv": {"errors": {"out": 1.0}}, **others},
+        "ring": {"nvlink-state": times(ring), **others},
+        "documents-8k": {"nvlink-auto": times(ring)},
+    }
+    kinds = zip(("causal", "window", "documents"), (None, 1024, None), strict=True)
+    problems = [asdict(Case(kind, 8192, 8, 64, key_heads=2, window_size=size)) for kind, size in kinds]
+    rows = {name: {"case": problem, **found} for (name, found), problem in zip(cases.items(), problems, strict=True)}
+    (tmp_path / "ring.json").write_text(json.dumps({"ranks": 4, "rows": rows}))
+    plan_ring.main(["--measured", str(tmp_path / "ring.json")])
+    cells = [[cell.strip() for cell in text.split("|")] for text in capsys.readouterr().out.splitlines()[2:]]
+    assert [(row[1], row[4], row[7]) for row in cells] == [
+        ("hybrid, ulysses-2", "2.00", "0.50"),
+        ("ring, nvlink-state", "2.00", "0.50"),
+    ]
 
 
 @pytest.mark.parametrize("arguments", INVALID)
@@ -253,9 +271,12 @@ def test_invalid_arguments_are_rejected(arguments: str, capsys: pytest.CaptureFi
     assert INVALID[arguments] in printed.err.splitlines()[-1]
 
 
-@pytest.mark.parametrize("text", ["{", "3", '{"ranks": 4}', "[4]", '[{"ranks": 4}]'])
-def test_file_without_measured_rows_is_rejected(text: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text(text)
+NO_CALLS = json.dumps({"ranks": 2, "rows": {"x": {"case": asdict(Case("causal", 8192, 8, 64)), "local": {"both": {"ms": 1}}}}})
+
+
+@pytest.mark.parametrize("text", ["{", "3", "[4]", '{"ranks": 4}', '{"ranks": 4, "rows": {"x": {}}}', NO_CALLS])
+def test_file_without_measured_calls_is_rejected(text: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    (tmp_path / "ring.json").write_text(text)
     with pytest.raises(SystemExit):
-        plan_ring.main(["--measured", str(tmp_path / "rows.json")])
-    assert "rows.json must be a JSON list of objects with the numbers seq_len," in capsys.readouterr().err
+        plan_ring.main(["--measured", str(tmp_path / "ring.json")])
+    assert "ring.json must be a file ring.json of scripts.bench.ring" in capsys.readouterr().err
