@@ -238,7 +238,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
         parent=parent,
         loader=loader,
         graphs=graphs,
-        host_updates=HostUpdates(model, host_groups, optimizer, device),
+        host_updates=HostUpdates(model, host_groups, optimizer.update_host_group, device),
     )
 
 

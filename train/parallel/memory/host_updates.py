@@ -1,13 +1,14 @@
 """Update parameters in host memory in a background thread, while the device computes the next forward pass."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from ringattn.train.optim import AdamW
 from ringattn.train.parallel.memory.host_parameters import HostGroup
 from ringattn.train.parallel.memory.pinned import host_thread
+
+UpdateGroup = Callable[[int, Mapping[Tensor, Tensor]], None]
 
 
 class HostUpdates:
@@ -17,11 +18,11 @@ class HostUpdates:
 
     Args:
         groups: the FSDP groups in host memory, in the order of the forward pass.
-        optimizer: the optimizer of all parameters. Its `host_groups` must belong to `groups`.
+        update_group: updates the parameters of a group, given its index and the gradient of each parameter.
     """
 
-    def __init__(self, model: nn.Module, groups: Sequence[HostGroup], optimizer: AdamW, device: torch.device) -> None:
-        self.groups, self._optimizer = groups, optimizer
+    def __init__(self, model: nn.Module, groups: Sequence[HostGroup], update_group: UpdateGroup, device: torch.device) -> None:
+        self.groups, self._update_group = groups, update_group
         self._thread = host_thread("host-updates", device)
         if groups:
             model.register_state_dict_pre_hook(self._wait_before_state_dict)
@@ -40,7 +41,7 @@ class HostUpdates:
         group, (scale,) = self.groups[index], read_scale()
         if scale != 1:
             torch._foreach_mul_(group.gradients, scale)
-        self._optimizer.update_host_group(index, dict(zip(group.parameters, group.gradients, strict=True)))
+        self._update_group(index, dict(zip(group.parameters, group.gradients, strict=True)))
 
     def clear_gradients(self) -> None:
         for group in self.groups:
