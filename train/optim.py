@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from ringattn.train.parallel.shard import local_shard
 from ringattn.train.settings.config import MOMENT_BLOCK, ConfigError, OptimConfig
 
 AVERAGES = ("exp_avg", "exp_avg_sq")  # the state of AdamW that has the shape of the parameter
@@ -130,11 +130,6 @@ def import_torchao() -> tuple[Any, Any, Any]:
     finally:
         logging.disable(logging.NOTSET)
     return single_param_adam, OptimState8bit, create_dynamic_map
-
-
-def local_shard(x: Tensor) -> Tensor:
-    """Return a plain tensor unchanged. Call this function under `torch.no_grad()`."""
-    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:

@@ -24,6 +24,7 @@ from ringattn.train.checkpoint import storage
 from ringattn.train.parallel.memory.capacity import InsufficientMemory, copies_error, copies_problem, format_size, host_memory
 from ringattn.train.parallel.memory.pinned import empty_pinned, host_thread
 from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
+from ringattn.train.parallel.shard import local_shard
 from ringattn.train.settings.config import round_up
 
 log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ class HostCopies:
 
     def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy tensors, and this rank's shards of DTensors, to host memory. The next call overwrites the copies."""
-        shards = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in tensors.items()}
+        shards = {name: local_shard(x) for name, x in tensors.items()}
         if (size := sum(round_up(shard.nbytes, ALIGNMENT) for shard in shards.values())) > len(self._block):
             self.reserve(size)
         copies, start = dict[str, Tensor](), 0

@@ -7,8 +7,8 @@ from torch import nn
 from ringattn.train.checkpoint import huggingface, state_dict, storage
 from ringattn.train.checkpoint.resume import compare_model_settings, read_run_meta
 from ringattn.train.data.tokenizer import Tokenizer, check_tokenizer, fingerprint
-from ringattn.train.optim import local_shard
 from ringattn.train.parallel.ranks import sync_errors
+from ringattn.train.parallel.shard import local_shard
 from ringattn.train.settings.config import Config, ConfigError, resolve_path
 
 

@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ringattn.train import preemption
 from ringattn.train.parallel.memory.capacity import format_size
 from ringattn.train.parallel.memory.pinned import resident_bytes
+from ringattn.train.parallel.shard import local_shard
 
 log = logging.getLogger(__name__)
 Work = TypeVar("Work")
@@ -98,4 +98,4 @@ def bytes_on_disk(folder: Path, pattern: str = "*") -> int:
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors, and of this rank's shards of DTensors."""
-    return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+    return sum(local_shard(tensor).nbytes for tensor in tensors)

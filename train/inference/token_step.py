@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ringattn import KVCache
 from ringattn.train.inference.layer_cache import decode, places
 from ringattn.train.model.gpt import GPT, Finish
+from ringattn.train.parallel.shard import local_shard
 
 # The largest fraction of the free GPU memory for the copy of the weights
 MAX_FRACTION = 0.8
@@ -71,7 +71,7 @@ def copy_for_one_rank(model: GPT, dtype: torch.dtype, device: torch.device) -> G
     """Return a copy of the model with the given dtype and device. Return None if the copy needs too much GPU memory. The job
     must have one rank.
     """
-    weights = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in model.state_dict().items()}
+    weights = {name: local_shard(x) for name, x in model.state_dict().items()}
     copied = sum(x.numel() for x in weights.values() if (x.dtype, x.device) != (dtype, device)) * dtype.itemsize
     if device.type == "cuda" and copied > MAX_FRACTION * torch.cuda.mem_get_info()[0]:
         return None

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ringattn import save_attention
@@ -56,6 +57,14 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
         if is_on_host:
             host_groups.append(HostGroup(group[0], device, staging))
     return host_groups
+
+
+def local_shard(x: Tensor) -> Tensor:
+    """Return this rank's shard of a DTensor. Return a plain tensor unchanged.
+
+    Autograd records this function outside of `torch.no_grad()`.
+    """
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def compile_blocks(model: GPT) -> None:
