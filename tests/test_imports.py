@@ -32,8 +32,8 @@ LAYERS = {
 # The rooms of the package train, from the lowest to the highest. A room is a folder or a module that lies directly in train/. A
 # room imports only from lower ones. In particular, training does not import the commands, which parse command lines.
 ROOMS = (
-    *("settings", "model", "parallel", "optim", "data", "preemption", "checkpoint", "setup", "reports", "step", "inference"),
-    *("trainer", "commands", "run", "evaluate", "generate", "export", "prepare"),
+    *("files", "settings", "model", "parallel", "optim", "data", "preemption", "checkpoint", "setup", "reports", "step"),
+    *("inference", "trainer", "commands", "run", "evaluate", "generate", "export", "prepare"),
 )
 MAX_IMPORTS_BETWEEN_ROOMS = 74
 

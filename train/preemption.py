@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 
+from ringattn.train.files import replace_link
 from ringattn.train.parallel.ranks import sync_errors
-from ringattn.train.settings.config import ConfigError, replace_link
+from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 

@@ -34,9 +34,10 @@ from ringattn.train.commands.arguments import option, parse
 from ringattn.train.commands.messages import exit_process
 from ringattn.train.commands.options import find_model, run_command
 from ringattn.train.data.tokenizer import JsonTokenizer, Tokenizer, check_tokenizer, load_tokenizer, read_config
+from ringattn.train.files import write_atomically
 from ringattn.train.model.gpt import GPT
 from ringattn.train.model.rope import longrope_scale
-from ringattn.train.settings.config import Config, ConfigError, ModelConfig, write_atomically
+from ringattn.train.settings.config import Config, ConfigError, ModelConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The files next to tokenizer.json that the tokenizer may also need

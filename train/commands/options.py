@@ -13,8 +13,9 @@ from ringattn.train.checkpoint.resume import saved_config
 from ringattn.train.commands.arguments import run_program
 from ringattn.train.commands.errors import terminate, terminate_on_error
 from ringattn.train.commands.messages import SETTING_ERRORS
+from ringattn.train.files import write_atomically
 from ringattn.train.parallel.ranks import broadcast_object, connect_ranks, disconnect_ranks, sync_errors
-from ringattn.train.settings.config import Config, ConfigError, DataConfig, TrainerConfig, write_atomically
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, TrainerConfig
 
 RUN_HELP = (
     "The model: the name of a run in outputs/, the path of the directory of a run, the path of a checkpoint, or the path of a "

@@ -32,12 +32,13 @@ from ringattn.train.checkpoint import storage
 from ringattn.train.commands.errors import USER_ERRORS, is_out_of_memory, terminate, terminate_on_error
 from ringattn.train.commands.launch_settings import resolve_settings
 from ringattn.train.commands.messages import describe_error, exit_process, report_error
+from ringattn.train.files import replace_link
 from ringattn.train.parallel.memory.capacity import InsufficientMemory
 from ringattn.train.parallel.ranks import Launch, broadcast_object, connect_ranks, disconnect_ranks
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.reports import startup
 from ringattn.train.reports.sweep_results import OUT_OF_MEMORY, Jobs, Outcome, log_to_wandb, sweep_table
-from ringattn.train.settings.config import Config, ConfigError, replace_link
+from ringattn.train.settings.config import Config, ConfigError
 from ringattn.train.settings.help import common_settings
 from ringattn.train.settings.literal import literal_config
 from ringattn.train.settings.overrides import check_options, check_overrides, checked_name, options_first, quote_paths

@@ -14,11 +14,12 @@ from torch.distributed import ProcessGroup
 from ringattn import KVCache, Layout, Mask, ring_attention
 from ringattn.train import preemption
 from ringattn.train.data.records import RecordDataset
+from ringattn.train.files import write_atomically
 from ringattn.train.inference.layer_cache import decode, new_cache, places, prefill
 from ringattn.train.inference.token_step import TokenStep, copy_for_one_rank
 from ringattn.train.model.gpt import Attend
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import ConfigError, write_atomically
+from ringattn.train.settings.config import ConfigError
 from ringattn.train.setup import InferenceRun, Run
 from ringattn.train.step import check_finite
 

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ringattn.train.settings.config import write_atomically
+from ringattn.train.files import write_atomically
 
 
 def new_figure(width: float, height: float) -> Any:

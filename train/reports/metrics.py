@@ -15,11 +15,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ringattn.train.files import write_atomically
 from ringattn.train.model.flops import utilisation
 from ringattn.train.reports.figures import clean_axes, new_figure, save_figure
 from ringattn.train.reports.loss_results import draw_by_length, from_metrics, label_numbers
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import Config, write_atomically
+from ringattn.train.settings.config import Config
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ringattn.train.data.recall import CHANCE
+from ringattn.train.files import write_atomically
 from ringattn.train.model import flops
 from ringattn.train.parallel.memory import estimate
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
@@ -18,7 +19,7 @@ from ringattn.train.reports import metrics, startup
 from ringattn.train.reports.loss_results import from_metrics as losses_from_metrics
 from ringattn.train.reports.recall_results import from_metrics, plot_accuracies
 from ringattn.train.reports.wandb_run import WandbRun
-from ringattn.train.settings.config import ConfigError, write_atomically
+from ringattn.train.settings.config import ConfigError
 from ringattn.train.setup import Run
 
 log = logging.getLogger(__name__)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ringattn.train.files import write_atomically
 from ringattn.train.reports.figures import clean_axes, new_figure, save_figure
 from ringattn.train.reports.loss_results import draw_by_length, label_numbers
 from ringattn.train.reports.wandb_run import chosen_mode, keep_tables_in, project_name, run_id, sync_command
-from ringattn.train.settings.config import Config, write_atomically
+from ringattn.train.settings.config import Config
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ringattn.train.files import write_atomically
 from ringattn.train.preemption import TrainingStopped
 from ringattn.train.reports.loss_results import from_metrics as losses_from_metrics
 from ringattn.train.reports.recall_results import from_metrics
-from ringattn.train.settings.config import Config, ConfigError, write_atomically
+from ringattn.train.settings.config import Config, ConfigError
 from ringattn.train.settings.sweep import is_job_of_sweep
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,6 @@ from the comments above the fields.
 """
 
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields, replace
@@ -34,24 +33,6 @@ def resolve_path(name: str, value: str) -> Path:
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{name}={value:.60} is not a valid path: {f'{error}':.100}; check it") from None
     return path
-
-
-def replace_link(path: Path) -> Path:
-    """If `path` is a link, remove the link, so that writing does not change another file. Return `path`."""
-    if path.is_symlink():
-        path.unlink()
-    return path
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the content of a file. Other processes see either the old content or the complete new content."""
-    temporary = replace_link(path.with_suffix(".tmp"))
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        # Sync before the renaming. Without the sync, the file could be empty after a crash of the machine.
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def replace_invalid(text: str) -> str:

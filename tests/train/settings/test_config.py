@@ -1,6 +1,5 @@
 """Tests of the default settings, of the YAML files, and of the checks of settings."""
 
-import os
 from dataclasses import FrozenInstanceError, asdict, replace
 from functools import cache
 from operator import attrgetter
@@ -24,7 +23,6 @@ from ringattn.train.settings.config import (
     check,
     check_values,
     with_settings,
-    write_atomically,
 )
 from ringattn.train.settings.token_budget import by_ranks, resolve_token_budget
 
@@ -364,12 +362,3 @@ def test_settings_are_frozen():
         config.name = "other"
     changed = with_settings(config, {"trainer.steps": 5, "name": "other"})
     assert (changed.trainer.steps, changed.name, config.trainer.steps) == (5, "other", Config().trainer.steps)
-
-
-def test_file_is_complete_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
-    events, fsync, replace = [], os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: events.append("sync") or fsync(file))
-    monkeypatch.setattr(os, "replace", lambda *names: events.append("rename") or replace(*names))
-    write_atomically(tmp_path / "a", b"text")
-    assert events == ["sync", "rename"]
-    assert (tmp_path / "a").read_text() == "text"
