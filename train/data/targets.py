@@ -21,7 +21,6 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from torch import Tensor
 from ringattn.train.data.batch import Batch
 from ringattn.train.data.packing import Sequences
 from ringattn.train.data.recall import RecallDataset
-from ringattn.train.data.records import RecordDataset
+from ringattn.train.data.records import RecordDataset, pack_whole
 from ringattn.train.model.loss import IGNORE
 
 # The number of blocks of target tokens. More blocks reduce the statistical error, but evaluating a block at length S takes up
@@ -191,11 +190,6 @@ def split_passage(passage: Passage, length: int, mask_documents: bool) -> Iterat
 
 
 def pack(windows: list[Window], seq_len: int) -> list[list[Window]]:
-    windows, sequences = sorted(windows), list[list[Window]]()
-    while windows:
-        space, sequence = seq_len, list[Window]()
-        while num_fitting := bisect_right(windows, space, key=itemgetter(0)):
-            sequence.append(windows.pop(num_fitting - 1))
-            space -= sequence[-1].size
-        sequences.append(sequence)
-    return sequences
+    windows = sorted(windows, reverse=True)
+    sizes = np.array([window.size for window in windows])
+    return [[windows[index] for index in members] for members in pack_whole(sizes, seq_len)]
