@@ -73,27 +73,23 @@ class Reader:
     Args:
         stream: the stream.
         number: the number of the reader.
-        position: where the reader starts.
+        position: where the reader starts. The attribute `position` is where the reader continues.
     """
 
     def __init__(self, stream: "StreamDataset", number: int, position: Position):
-        self._stream, self._number, self._position = stream, number, position
+        self._stream, self._number, self.position = stream, number, position
         self._pieces = stream.pieces[number :: stream.num_readers]
         self._next = place = position.epoch, position.piece, position.entry
         self._entries = self._read(*place)
         self._texts, self._tokenised = list[str](), deque[np.ndarray]()
         self._faulty, self._fault = position.faulty, position.fault
         self._load_block(position.block)
-        self._position = position
+        self.position = position
         if position.document >= len(self._texts) or position.token >= len(self._document()):
             raise ConfigError(
                 f"{stream.config.description} has changed since the checkpoint was saved, so its saved position is invalid: "
                 "restore the text, or start a new run with trainer.init_from"
             )
-
-    @property
-    def position(self) -> Position:
-        return self._position
 
     def sequence(self) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
         """Return the tokens and labels of the next sequence, int64 (S,), and the lengths of its documents or parts of
@@ -101,20 +97,20 @@ class Reader:
         """
         parts, missing = list[np.ndarray](), self._stream.seq_len
         while missing:
-            document, consumed = self._document(), self._position.token
+            document, consumed = self._document(), self.position.token
             parts.append(document[consumed : consumed + missing])
             missing -= len(parts[-1])
-            self._position = self._position._replace(token=consumed + len(parts[-1]))
-            if self._position.token == len(document):
+            self.position = self.position._replace(token=consumed + len(parts[-1]))
+            if self.position.token == len(document):
                 self._end_document()
-        self._position = self._position._replace(sequences=self._position.sequences + 1)
-        label = self._document()[self._position.token]
+        self.position = self.position._replace(sequences=self.position.sequences + 1)
+        label = self._document()[self.position.token]
         tokens = np.concatenate([*parts, [label]]).astype(np.int64)
         return tokens[:-1], tokens[1:].copy(), tuple(map(len, parts))
 
     def _document(self) -> np.ndarray:
         if not self._tokenised:
-            first = stop = self._position.document
+            first = stop = self.position.document
             size = 0
             while stop < len(self._texts) and size < CHUNK_CHARACTERS:
                 size += len(self._texts[stop])
@@ -125,9 +121,9 @@ class Reader:
 
     def _end_document(self) -> None:
         self._tokenised.popleft()
-        self._position = self._position._replace(document=self._position.document + 1, token=0)
-        if self._position.document == len(self._texts):
-            self._load_block(self._position.block + 1)
+        self.position = self.position._replace(document=self.position.document + 1, token=0)
+        if self.position.document == len(self._texts):
+            self._load_block(self.position.block + 1)
 
     def _load_block(self, block: int) -> None:
         stream, texts, size, begin, empty_epochs = self._stream, list[str](), 0, self._next, 0
@@ -149,7 +145,7 @@ class Reader:
         # Keys of 2**63 or more would become float64 in numpy. Blocks with equal float64 keys would have the same order.
         random = np.random.Philox(key=[stream.seed, 2**62 + (self._number << 48) + block])
         self._texts = [texts[index] for index in random_order(random, len(texts))]
-        self._position = Position(self._position.sequences, *begin, block, 0, 0, *faults)
+        self.position = Position(self.position.sequences, *begin, block, 0, 0, *faults)
 
     def _read(self, epoch: int, piece: int, entry: int) -> Iterator[tuple[tuple[int, int, int], str | None]]:
         """Read the texts of the stream, beginning at entry number `entry` of piece number `piece`.
