@@ -49,13 +49,13 @@ def resolve_settings(
         given = given - {"trainer.accumulate"} | {"trainer.tokens_per_step"}
     checkpoint, _ = resume.choose_checkpoint(directory / "checkpoints", composed.trainer)
     if checkpoint is None:
-        config = settings_of_prepared_text(_settings_of_new_run(composed, given), given)
-        return reset_unused(config, given)
-    saved = resume.saved_config(storage.read_meta(checkpoint))
-    log.info(f"{'settings':<12}of {checkpoint}, and of the command line")
-    is_own = checkpoint.parent.resolve() == (directory / "checkpoints").resolve()
-    config = settings_of_prepared_text(settings_of_resumed_run(composed, saved, given, is_own), given)
-    return reset_unused(config, given)
+        config = _settings_of_new_run(composed, given)
+    else:
+        saved = resume.saved_config(storage.read_meta(checkpoint))
+        log.info(f"{'settings':<12}of {checkpoint}, and of the command line")
+        is_own = checkpoint.parent.resolve() == (directory / "checkpoints").resolve()
+        config = settings_of_resumed_run(composed, saved, given, is_own)
+    return reset_unused(settings_of_prepared_text(config, given), given)
 
 
 def settings_of_prepared_text(config: Config, given: set[str]) -> Config:
