@@ -3,7 +3,7 @@
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, asdict, field, fields
 from typing import Any
 
@@ -100,3 +100,9 @@ def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
         is_list = name in ("model.layer_types", "model.rope_factors")
         OmegaConf.update(settings, name, None if value == "null" else value.strip("[]").split(",") if is_list else value)
     return to_config(settings)
+
+
+def settings_by_length(config: Config, overrides: dict[str, str], default: Iterable[int]) -> list[Config]:
+    """Return the settings with `overrides` for each length in `data.seq_len`, or by default for each length in `default`."""
+    lengths = overrides.get("data.seq_len", ",".join(map(str, default))).split(",")
+    return [apply_overrides(config, overrides | {"data.seq_len": length}) for length in lengths]

@@ -38,7 +38,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from ringattn.train.commands import evaluate_needle
-from ringattn.train.commands.arguments import apply_overrides, option, parse
+from ringattn.train.commands.arguments import option, parse, settings_by_length
 from ringattn.train.commands.evaluate_recall import evaluate_model
 from ringattn.train.commands.messages import exit_process
 from ringattn.train.commands.options import RUN_HELP, Model, find_model, results_folder, run_command, write_table_and_plot
@@ -120,13 +120,12 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
             raise ConfigError(
                 f"{name}={value} is impossible: an evaluation uses only one text, so use data.path and data.split instead"
             )
-    source = overrides.get("data.source", config.data.source)
-    lengths = overrides.pop("data.seq_len", ",".join(map(str, default_lengths(config.data.seq_len, source)))).split(",")
+    lengths = default_lengths(config.data.seq_len, overrides.get("data.source", config.data.source))
     if (text := evaluated_text(config.data, overrides)) is not None:
         config = replace(config, data=replace(text, eval_fraction=DataConfig.eval_fraction))
     elif config.data.eval_fraction == 0:
         raise ConfigError(f"run={config.name} has no held-out text: name the text to evaluate, such as data=text data.path=...")
-    configs = [apply_overrides(config, overrides | {"data.seq_len": length}) for length in lengths]
+    configs = settings_by_length(config, overrides, lengths)
     if text is not None and text.source != "recall":
         configs = [
             with_settings(each, {"data.eval_split": each.data.split, "data.split": DataConfig.split}) for each in configs

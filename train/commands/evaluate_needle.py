@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ringattn.train.commands.arguments import apply_overrides
+from ringattn.train.commands.arguments import settings_by_length
 from ringattn.train.commands.options import Model, write_table_and_plot
 from ringattn.train.data.chat import load_template
 from ringattn.train.data.needle import MAX_COUNT, NUM_DEPTHS, NeedleDocuments
@@ -65,8 +65,7 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataC
         raise ConfigError(f"data.format={form} is impossible with facts in a long text: choose text or chat")
     data = DataConfig(tokenizer=config.data.tokenizer, eos_token=config.data.eos_token)
     default = [length for length in default_lengths(config.data.seq_len, "text") if length >= SHORTEST_LENGTH]
-    lengths = overrides.pop("data.seq_len", ",".join(map(str, default or [config.data.seq_len]))).split(",")
-    configs = [apply_overrides(replace(config, data=data), overrides | {"data.seq_len": length}) for length in lengths]
+    configs = settings_by_length(replace(config, data=data), overrides, default or [config.data.seq_len])
     if (source := configs[0].data.source) in ("recall", "mix"):
         raise ConfigError(f"data.source={source} is impossible with facts in a long text: choose another source")
     chat = with_settings(configs[0], {"data.format": form})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from ringattn.train.commands.arguments import apply_overrides
+from ringattn.train.commands.arguments import settings_by_length
 from ringattn.train.commands.options import Model, write_table_and_plot
 from ringattn.train.data.recall import CHANCE, check_length, check_vocabulary, evaluation_lengths
 from ringattn.train.inference.recall import evaluate_recall
@@ -48,7 +48,5 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
     for name in overrides:
         if name.startswith("data") and name not in ("data.seq_len", "data.tokenizer", "data.eos_token"):
             raise ConfigError(f"{name} has no effect with evaluate=recall, which generates its text: leave it out")
-    trained = config.data.seq_len
     data = DataConfig(source="recall", tokenizer=config.data.tokenizer, eos_token=config.data.eos_token)
-    lengths = overrides.get("data.seq_len", ",".join(map(str, evaluation_lengths(trained)))).split(",")
-    return [apply_overrides(replace(config, data=data), overrides | {"data.seq_len": length}) for length in lengths]
+    return settings_by_length(replace(config, data=data), overrides, evaluation_lengths(config.data.seq_len))
