@@ -233,35 +233,6 @@ def _splits_keys(q: Tensor, k: Tensor, v: Tensor, chosen: str, dropout: Dropout 
     return k.shape[1] >= MIN_SPLIT_KEYS and rows <= (64 if max(q.shape[3], v.shape[3]) <= 128 else 32)
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lo: Tensor,
-    hi: Tensor,
-    scale: float,
-    final: bool = False,
-    backend: str = "auto",
-    sinks: Tensor | None = None,
-    page_table: Tensor | None = None,
-) -> Any:
-    """Compute `reference.decode`, with contiguous `lo`, `hi`, `sinks` and `page_table`.
-
-    On a GPU, split-KV decoding takes one or two launches, which can be captured in a CUDA graph. With fp64 inputs or head dims
-    above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the backend "hopper"
-    selects the Triton kernel.
-
-    Raises:
-        ValueError: as for `forward`.
-    """
-    validation.check_cache(q, k, v, lo, hi, sinks, page_table)
-    choice = _choose_decode(q, v, backend)
-    record(choice)
-    if choice.backend == "triton":
-        return _triton().decode.decode(q, k, v, lo, hi, scale, final, sinks, page_table)
-    return reference.decode(q, k, v, lo, hi, scale, final, sinks, page_table, _kernel(choice.backend, "forward"))
-
-
 def prepare_decode(
     q: Tensor,
     k: Tensor,
@@ -273,11 +244,19 @@ def prepare_decode(
     sinks: Tensor | None = None,
     page_table: Tensor | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]:
-    """Prepare repeated calls of `decode` with the same tensors k, v and page_table. The last dimension of k and v must be
-    contiguous.
+    """Prepare repeated calls of `reference.decode` with the same tensors k, v and page_table.
+
+    The tensors `lo`, `hi`, `sinks` and `page_table` must be contiguous, and the last dimension of k and v as well.
+
+    On a GPU, split-KV decoding takes one or two launches, which can be captured in a CUDA graph. With fp64 inputs or head dims
+    above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the backend "hopper"
+    selects the Triton kernel.
 
     Return a function of (q, lo, hi, sinks), which takes tensors of the shapes, dtypes and devices given here. The returned
     function does not check its arguments, which saves several microseconds per token.
+
+    Raises:
+        ValueError: the backend cannot run the call.
     """
     choice = _choose_decode(q, v, backend)
     if choice.backend == "triton":

@@ -20,9 +20,6 @@ from ringattn.kernels.fp8 import BLOCK, DTYPE, QuantizedRows, QuantizedValues, n
 from ringattn.kernels.interval_mask import Intervals
 from ringattn.kernels.reference import Accumulators, Delta, State, state_dtype
 
-# A tile of keys has at least 16 rows, which must lie within one page.
-MIN_PAGE_SIZE = 16
-
 PRECISIONS = ("ieee", "tf32", "fp8")
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -212,24 +209,6 @@ def check_rows(rows: Tensor, k: Tensor, capacity: int) -> None:
         raise ValueError(
             f"rows contains {int(rows.min())} to {int(rows.max())}: all rows must be at least 0 and below {capacity}"
         )
-
-
-def check_cache(
-    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None = None, page_table: Tensor | None = None
-) -> None:
-    """Check the arguments of `reference.decode`."""
-    if page_table is None:
-        check_shapes(q, k, v)
-    else:
-        if k.ndim != 4 or 0 in k.shape[:2] or k.shape[1] % MIN_PAGE_SIZE or v.shape[:1] != k.shape[:1]:
-            raise ValueError(
-                f"k {tuple(k.shape)} and v {tuple(v.shape)} with a page table: give k (pages, page size, Hkv, D) and v (pages, "
-                f"page size, Hkv, Dv), with a page size that is a multiple of {MIN_PAGE_SIZE}"
-            )
-        check_shapes(q, *(x[:1].expand(q.shape[0], *x.shape[1:]) for x in (k, v)))
-    check_bounds(q, lo, hi, sinks)
-    if page_table is not None:
-        _check_int32("page_table", page_table, (q.shape[0], page_table.shape[-1] if page_table.dim() else 0), q.device)
 
 
 def check_bounds(q: Tensor, lo: Tensor, hi: Tensor, sinks: Tensor | None) -> None:

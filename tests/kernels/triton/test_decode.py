@@ -60,6 +60,12 @@ def random_call(
     return SimpleNamespace(**tensors, scale=scale, state=state, sinks=None if sinks is None else sinks.to(device))
 
 
+def dispatched(call: SimpleNamespace, backend: str, page_table: Tensor | None = None) -> Tensor:
+    """The output that `dispatch` computes with a backend."""
+    compute = dispatch.prepare_decode(call.q, call.k, call.v, call.lo, call.scale, True, backend, call.sinks, page_table)
+    return compute(call.q, call.lo, call.hi, call.sinks)
+
+
 def check(call: SimpleNamespace, dtype: torch.dtype) -> None:
     """Check the state and the output of the kernel."""
     arguments = call.q, call.k, call.v, call.lo, call.hi, call.scale
@@ -174,10 +180,10 @@ def test_pages(page_size, sinks, device):
     pool = [torch.full((4 * pages + 1, page_size, *x.shape[2:]), float("nan"), device=device) for x in (call.k, call.v)]
     for x, paged in zip((call.k, call.v), pool, strict=True):
         paged[page_table.long().to(device)] = x.unflatten(1, (pages, page_size))
-    arguments = call.q, *pool, call.lo, call.hi, call.scale, True
+    call.k, call.v = pool
     expected = reference.finalize(call.state, torch.float64)[0]
     for backend in ("triton", "reference"):
-        out = dispatch.decode(*arguments, backend, call.sinks, page_table.to(device))
+        out = dispatched(call, backend, page_table.to(device))
         assert_rows_close(backend, out.cpu(), expected, TOLERANCE[torch.float32])
 
 
@@ -191,12 +197,12 @@ def test_every_entry_has_its_own_sinks(device):
 def test_bounds_are_limited_to_the_cache(backend, device):
     """Bounds on a GPU are not checked, so rows outside the cache must not be read."""
     call = random_call((torch.zeros(2, 1, dtype=torch.int32), torch.tensor([[40], [40]], dtype=torch.int32)), 40, device=device)
-    lo, hi, sinks = ([[-5], [-7]], [[41], [1000]], [90, -3])
-    lo, hi, sinks = (torch.tensor(x, dtype=torch.int32, device=device) for x in (lo, hi, sinks))
-    out = dispatch.decode(call.q, call.k, call.v, lo, hi, call.scale, True, backend, sinks)
+    bounds = ([[-5], [-7]], [[41], [1000]], [90, -3])
+    call.lo, call.hi, call.sinks = (torch.tensor(x, dtype=torch.int32, device=device) for x in bounds)
+    out = dispatched(call, backend)
     assert_rows_close("out", out.cpu(), reference.finalize(call.state, torch.float64)[0], TOLERANCE[torch.float32])
-    empty = dispatch.decode(call.q, call.k, call.v, hi + 50, hi * 0 - 3, call.scale, True, backend, sinks)
-    assert not empty.any()
+    call.lo, call.hi = call.hi + 50, call.hi * 0 - 3
+    assert not dispatched(call, backend).any()
 
 
 @pytest.mark.parametrize("layout", [STRIDED[0], *(pytest.param(layout, marks=pytest.mark.slow) for layout in STRIDED[1:])])
@@ -306,11 +312,11 @@ def test_programmatic_dependent_launch_requires_hopper(cuda, capability, support
 
 
 def test_every_backend_decodes(device):
-    """`dispatch.decode` gives the same result with all backends. "hopper" stands for the Triton kernel."""
+    """`dispatch.prepare_decode` gives the same result with all backends. "hopper" stands for the Triton kernel."""
     call = random_call(causal_bounds((21, 21), 1, 9), 21, device=device)
     expected = reference.finalize(call.state, torch.float64)[0]
     for backend in ("auto", "hopper", "triton", "blockwise", "reference"):
-        out = dispatch.decode(call.q, call.k, call.v, call.lo, call.hi, call.scale, True, backend)
+        out = dispatched(call, backend)
         assert_rows_close(backend, out.cpu(), expected, TOLERANCE[torch.float32])
 
 
