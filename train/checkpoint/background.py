@@ -29,7 +29,7 @@ from ringattn.train.settings.config import round_up
 
 log = logging.getLogger(__name__)
 
-# The alignment of each copy in bytes, which suits every dtype
+# The alignment of each copy, in bytes. It suits every dtype.
 ALIGNMENT = 64
 
 # Additional bytes for small tensors and for the alignment.
@@ -46,7 +46,7 @@ def choose(wanted: bool | None, size: int, saves_early: bool, planned: float = 0
         planned: the bytes of host memory in this rank's memory plan.
 
     Raises:
-        InsufficientMemory: on every rank, if `wanted` is True, but a rank has too little host memory.
+        InsufficientMemory: on every rank, if `wanted` is True and some rank lacks host memory.
     """
     # MemAvailable includes memory that the plan will allocate later, and may exceed the memory limit of a container.
     available = min(_available_memory() / ranks_per_host(), host_memory() / ranks_per_host() - planned)

@@ -32,7 +32,7 @@ def tensor_names(name: str, count: int, files: Container[str]) -> list[str]:
 
 
 def open_tensor(files: Mapping[str, Any], name: str, count: int) -> Any:
-    """Return the parameter `name` as an object like a safetensors slice, where `files` maps tensor names to open files."""
+    """Return the parameter `name` as an object like a safetensors slice. `files` maps tensor names to open files."""
     slices = [files[each].get_slice(each) for each in tensor_names(name, count, files)]
     if "{}" in name:
         return OneTensorPerExpert(name, slices)

@@ -2,7 +2,7 @@
 
 A family maps its config.json to our settings, and its weights to our names.
 
-Every supported family is a variation of Llama. To support another family whose parts our model has, add an entry to FAMILIES.
+Every supported family is a variation of Llama. To support another family that our model can express, add an entry to FAMILIES.
 """
 
 import math
@@ -30,7 +30,7 @@ class Family:
     defaults: dict[str, Any] = field(default_factory=dict)  # the defaults of entries of config.json in transformers
     settings: dict[str, Any] = field(default_factory=dict)  # settings that all models of the family have
     entries: dict[str, Entry] = field(default_factory=dict)  # further entries that determine settings
-    fixed: dict[str, Any] = field(default_factory=dict)  # entries of which our model supports only this value
+    fixed: dict[str, Any] = field(default_factory=dict)  # entries for which our model supports only this value
     names: dict[str, str] = field(default_factory=dict)  # the names of weights
     norm_eps: str = "rms_norm_eps"  # the entry of `norm_eps`
     # Returns the type of each layer, as in `model.layer_types`.
@@ -38,7 +38,7 @@ class Family:
     lists_layers: bool = False  # whether an export contains `layer_types`
     local_rope_theta: float | None = None  # the default base in sliding layers, if the family can have a separate one
     rotary_fraction: float | None = None  # the default fraction of rotated dimensions, if the family can have another one
-    rope_types: tuple[str, ...] = ()  # the supported scalings of rotary angles, if not all
+    rope_types: tuple[str, ...] = ()  # the supported scalings of rotary angles, or () for all
     aliases: dict[str, str] = field(default_factory=dict)  # other names of entries, with the names that we use
     quantization: tuple[str, ...] = ()  # the supported formats of quantized weights
     reads: frozenset[str] = frozenset()  # further entries that `layers` and `huggingface.settings_from_config` read
@@ -147,7 +147,7 @@ NESTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 PATTERN = frozenset({"sliding_window_pattern"})
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 
-# Maps the `model_type` in config.json to the family. An export uses the first family that can have the model's settings.
+# Maps the `model_type` in config.json to the family. An export uses the first family that supports the model's settings.
 FAMILIES = {
     "llama": Family("LlamaForCausalLM"),
     "mistral": Family("MistralForCausalLM", {"num_key_value_heads": 8, "sliding_window": 4096}, layers=mistral_layers),

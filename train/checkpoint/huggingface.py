@@ -43,7 +43,7 @@ ROPE_FIXED: dict[str, dict[str, Any]] = {
     "yarn-exact": {**YARN, "truncate": False},
     "longrope": {},
 }
-# The rope types whose "factor" may be null, which means the extended length divided by the trained length
+# The rope types in which a null "factor" means the extended length divided by the trained length
 HAS_DEFAULT_FACTOR = ("yarn", "yarn-exact", "longrope")
 # When weights are loaded, constants and masks that other programs store as tensors are ignored.
 HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
@@ -86,7 +86,7 @@ def family_of(path: Path) -> Family:
 def read_settings(path: Path) -> dict[str, Any]:
     """Read config.json, and return the values of the fields of ModelConfig.
 
-    If there is no `rope_factor`, the result lacks `rope_trained_len` and `rope_scaling`. If the weights contradict
+    Without a `rope_factor`, the result lacks `rope_trained_len` and `rope_scaling`. If the weights contradict
     `tie_word_embeddings`, the weights take precedence.
 
     Raises:

@@ -66,7 +66,7 @@ def saved_config(meta: dict[str, Any]) -> Config:
         raise ConfigError(f"meta.json of the checkpoint is damaged: {key}: {reason}; restore the file") from error
     if config.data.held_out is None and "eval_fraction" not in saved["data"]:
         config = with_settings(config, {"data.eval_fraction": 0.0})  # Earlier versions trained on the whole text.
-    return reset_unused(config, given=set())  # Earlier versions saved values without effect.
+    return reset_unused(config, given=set())  # Earlier versions also saved unused values.
 
 
 @cache  # Log each message once, although the settings of a checkpoint are read several times.
@@ -156,7 +156,7 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
         meta: the content of the checkpoint's meta.json.
 
     Raises:
-        ConfigError: the run would end within the warmup.
+        ConfigError: the run would end during the warmup.
     """
     kept = {}
     if config.optim.lr is None:
@@ -165,7 +165,7 @@ def apply_saved_settings(path: Path, directory: Path, meta: dict[str, Any], conf
         kept["optim.warmup_steps"] = warmup = meta["config"]["optim"]["warmup_steps"]
         if warmup > config.trainer.steps:
             raise ConfigError(
-                f"trainer.steps={config.trainer.steps} would end within the warmup of {warmup} steps of {path}: use more "
+                f"trainer.steps={config.trainer.steps} would end during the {warmup} warmup steps of {path}: use more "
                 "steps, or set optim.warmup_steps"
             )
     if path.parent.resolve() == directory.resolve():
@@ -206,7 +206,7 @@ def _describe_corpus_change(meta: dict[str, Any], saved: dict[str, Any], current
     if any(saved.get(name) != current.get(name) for name in ("tokens_per_epoch", "documents", "text", "checksum")):
         tokens = [fingerprint.get("tokens_per_epoch") for fingerprint in (saved, current)]
         change = "" if None in tokens else f" from {tokens[0]} to {tokens[1]} tokens"
-        return f"the text of {config.data.description} has changed{change}, but no setting"
+        return f"the text of {config.data.description} has changed{change}, although the settings are equal"
     return ", ".join(f"{name} {saved[name]} (now {current.get(name)})" for name in saved if saved[name] != current.get(name))
 
 
@@ -239,7 +239,7 @@ def check_job_of_sweep(path: Path, meta: dict[str, Any], config: Config) -> None
     """Check that a resumed job of a sweep keeps its settings, except for the number of steps."""
     changes = _changes(meta, config, COMPARED)
     for name in ("trainer.steps", "trainer.total_tokens"):
-        changes.pop(name, None)  # `compare_settings` reports fewer steps.
+        changes.pop(name, None)  # `compare_settings` reports too few steps.
     if changes:
         raise ConfigError(
             f"{path} belongs to a job of a sweep that was launched with {', '.join(changes.values())}: choose another name for "

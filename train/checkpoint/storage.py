@@ -58,7 +58,7 @@ CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 # Options with which DCP keeps the given names of tensors
 PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-# The maximum bytes that DCP's archive adds to a shard
+# The maximum number of bytes that DCP's archive adds to a shard
 ARCHIVE_BYTES = 2048
 
 # The maximum seconds until a file of another host is visible. NFS caches names and sizes for up to 60 s.
@@ -146,7 +146,7 @@ def _show_save(target: Path, temporary: Path, tensors: dict[str, Tensor]) -> Abs
 
 
 def estimate_size(tensors: Iterable[Tensor]) -> int:
-    """Return the approximate bytes of a checkpoint over all ranks."""
+    """Return the approximate size of a checkpoint in bytes, over all ranks."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     # `numel` of a DTensor counts the whole tensor.
     return sum(tensor.numel() * tensor.element_size() + ranks * ARCHIVE_BYTES for tensor in tensors)
@@ -255,7 +255,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
 
 @cache
 def _log_missing_checksums(path: Path) -> None:
-    log.info(f"{'checksums':<12}{path} has none that bind its files to it, because an earlier version has saved it")
+    log.info(f"{'checksums':<12}missing in {path}, because an earlier version saved it")
 
 
 @contextmanager
@@ -300,7 +300,7 @@ def _free_space(directory: Path) -> float:
 
 @contextmanager
 def _sync_checkpoint_errors(path: Path, group: dist.ProcessGroup | None = None) -> Generator[None]:
-    with sync_errors(group), _convert_errors(f"{path} failed", "check the disk and the files"):
+    with sync_errors(group), _convert_errors(f"saving or loading {path} failed", "check the disk and the files"):
         yield
 
 

@@ -214,7 +214,7 @@ def test_a_resumed_run_keeps_its_warmup_unless_it_is_set(warmup, expected):
 
 def test_a_resumed_run_must_not_end_within_its_warmup():
     assert resumed(DIRECTORY, steps=10).optim.warmup_steps == 10
-    with pytest.raises(ConfigError, match=r"trainer\.steps=9 would end within the warmup of 10 steps"):
+    with pytest.raises(ConfigError, match=r"trainer\.steps=9 would end during the 10 warmup steps"):
         resumed(DIRECTORY, steps=9)
 
 
@@ -274,9 +274,9 @@ def test_the_error_of_another_corpus_names_the_setting(setting, value, entries):
     [
         (
             {"tokens_per_epoch": 98, "text": 3},
-            "the text of data.source=stdlib has changed from 99 to 98 tokens, but no setting",
+            "the text of data.source=stdlib has changed from 99 to 98 tokens, although the settings are equal",
         ),
-        ({"text": 3}, "the text of data.source=stdlib has changed from 99 to 99 tokens, but no setting"),
+        ({"text": 3}, "the text of data.source=stdlib has changed from 99 to 99 tokens, although the settings are equal"),
         ({"sequences": "in order"}, "sequences shuffled .now in order.;"),
     ],
 )
