@@ -1,6 +1,6 @@
 """Compute the loss on held-out text at several sequence lengths, or the accuracy on a recall task.
 
-    python train/evaluate.py run=NAME                                      at the sequence length of the training, and below
+    python train/evaluate.py run=NAME                                      at the training length and shorter lengths
     python train/evaluate.py run=NAME data.seq_len=4096,16384,65536        at other lengths
     python train/evaluate.py run=NAME evaluate=recall                      the accuracy on the recall task
     torchrun --nproc_per_node=N train/evaluate.py run=NAME ...             on N ranks, which share each sequence
@@ -8,8 +8,8 @@
 The losses at all lengths are means over the same target tokens. A model that benefits from a long context has a lower loss at a
 longer length. For each loss and its difference from the loss at the shortest length, the table contains a 95% interval.
 
-The command only reads the files of the run. The command writes a table, evaluation.md, and a plot, evaluation.png, to another
-folder. By default, the command evaluates the held-out text of the run. These settings select another text:
+The command only reads the files of the run. The table evaluation.md and the plot evaluation.png are written to another folder.
+By default, the command evaluates the held-out text of the run. These settings select another text:
 
     data=text, jsonl, parquet, hub or stdlib    the kind of text
     data.path=...                               the files or the dataset
@@ -81,7 +81,7 @@ def main() -> NoReturn:
 
 
 def run_command_line(arguments: list[str]) -> None:
-    """Evaluate the model that the arguments name. All ranks call this function."""
+    """Evaluate the model that the arguments select. All ranks call this function."""
     options, overrides = parse(arguments, Options, SETTINGS)
     if options.evaluate not in EVALUATIONS:
         raise ConfigError(f"unknown evaluate={options.evaluate}: choose one of {', '.join(EVALUATIONS)}")

@@ -62,7 +62,7 @@ LEFT_OUT = (
     "*.tflite",
     "*.npz",
 )
-# Maps each setting that a run may change to the entries of config.json with its value.
+# For each setting that a run may change, the entries of config.json that contain its value
 ENTRIES = {
     "vocab_size": ("vocab_size",),
     "tie_embeddings": ("tie_word_embeddings",),
@@ -179,7 +179,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
 
 @contextmanager
 def _reserve(folder: Path) -> Generator[None]:
-    """Let another export into this new or empty folder fail. After an error or Ctrl-C, remove the folder."""
+    """Make any other export to this new or empty folder fail. After an error or Ctrl-C, remove the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     # At the end, `write_atomically` renames this file to config.json.
     (folder / "config.tmp").touch(exist_ok=False)
@@ -253,7 +253,7 @@ def copy_files(source: Path, folder: Path, left_out: tuple[str, ...]) -> None:
 def exported_tensors(
     path: Path, settings: ModelConfig, rows: int, dtype: torch.dtype, family: Family
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters of a checkpoint by the names that transformers gives to them. The embedding has `rows` rows."""
+    """Return the parameters of a checkpoint under the names that transformers uses. The embedding has `rows` rows."""
     model = GPT(settings, rows)
     storage.load(path, state_dict.model_state(model))
     parts: dict[str, list[torch.Tensor]] = {}
@@ -297,7 +297,7 @@ def config_json(
         max_positions: the number of tokens of the longest sequences of the training.
         special: the ids of the special tokens by their names in config.json.
         dtype: the dtype of the weights.
-        published: a Hugging Face folder, whose model family the export has if possible.
+        published: a Hugging Face folder. If possible, the export has the same model family.
 
     Raises:
         ConfigError: transformers has no architecture with these settings.

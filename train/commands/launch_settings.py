@@ -28,8 +28,8 @@ def resolve_settings(
 
     A run that resumes has the settings of its checkpoint. A new run has the settings that Hydra has composed. A new run that
     starts from a Hugging Face model has the `model` settings of the Hugging Face model. The command line has precedence:
-    `optim.lr=1e-4` sets one setting, and `optim=wsd` sets the whole group. An experiment replaces all settings except the
-    number of steps. A recipe replaces all settings except the number of steps and the sequence length.
+    `optim.lr=1e-4` sets one setting, and `optim=wsd` sets the whole group. `experiment=NAME` replaces all settings except the
+    number of steps. `recipe=NAME` also keeps the sequence length.
 
     Args:
         composed: the settings that Hydra has composed from the YAML files and the command line.
@@ -59,7 +59,7 @@ def resolve_settings(
 
 
 def settings_of_prepared_text(config: Config, given: set[str]) -> Config:
-    """Return the settings with the tokenizer and the format of a prepared text. Choices of the user have precedence.
+    """Return settings in which a prepared text determines its tokenizer and format, unless the user has set them.
 
     Raises:
         ConfigError: the folder of the text cannot be read.

@@ -81,7 +81,7 @@ def _find_model(run: str) -> Model:
             directory = checkpoint.parents[1] if checkpoint.parent.name == "checkpoints" else checkpoint
             return Model(checkpoint, directory, _settings_for_inference(saved_config(storage.read_meta(checkpoint))))
     names = sorted({path.parents[1].name for path in Path("outputs").glob("*/checkpoints/step_*")})
-    listed = f"the runs in outputs/ are {', '.join(names[:20])}{', ...' * (len(names) > 20)}" if names else "it has no run"
+    listed = f"the runs in outputs/ are {', '.join(names[:20])}{', ...' * (len(names) > 20)}" if names else "none exists"
     raise ConfigError(
         f"run={run} must be the name of a run in outputs/ that has a checkpoint ({listed}), the path of such a run or of a "
         "checkpoint, or the path of a folder in Hugging Face's format, which contains a config.json"
