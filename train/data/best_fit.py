@@ -47,7 +47,7 @@ class BestFitDataset(PaddedSequences):
 
     @property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the length of every piece, and whether a document begins there. Pieces of a document are neighbours."""
+        """Return the length of every piece, and whether it begins a document. Pieces of a document are neighbours."""
         return self._size, self._start == 0
 
     def _pieces_of(self, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

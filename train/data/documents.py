@@ -142,7 +142,7 @@ class PaddedSequences(TokenisedDocuments):
 
 
 def random_order(random: np.random.Philox, count: int) -> np.ndarray:
-    # numpy guarantees the raw words of Philox on every machine and in every release, but not its permutations.
+    # numpy guarantees the raw numbers of Philox on every machine and in every release, but not its permutations.
     return np.argsort(random.random_raw(count), kind="stable")
 
 

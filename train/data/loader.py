@@ -44,8 +44,8 @@ from ringattn.train.settings.config import Config, ConfigError
 
 ROOT = str(Path(ringattn.__file__).resolve().parents[1])  # the folder from which the package `ringattn` is imported
 # Kill the loader process (signal 9) when the training process dies: option 1 of prctl(2) is PR_SET_PDEATHSIG. Waiting for the
-# end of the input would not suffice, because another child may have inherited the input. The standard output contains only
-# messages, so redirect everything that Python code prints to the standard error.
+# end of the input would not suffice, because another child may have inherited the input. Only messages may reach the standard
+# output, so all prints of Python code go to the standard error.
 START = f"""
 import ctypes, os, sys
 if sys.platform == "linux":
@@ -74,7 +74,7 @@ class MicroStep(NamedTuple):
     masks: Masks
     layout: Layout
     plans: Sequence[Plan] = ()  # one per mask, on the CPU; empty if the first attention call creates the plan
-    positions: Positions | None = None  # in the last micro-step of a step of a stream: where its readers continue
+    positions: Positions | None = None  # where the readers of a stream continue; only in the last micro-step
 
 
 @dataclass(frozen=True)
@@ -188,8 +188,8 @@ class AheadLoader(Loader):
         super().__init__()
         self._requests: Sequence[Requests] | None = None
         self._pending: deque[int] = deque()  # the steps that the process prepares, in order
-        # One thread is enough for small arrays. The tokenizer of a tokenizer.json uses several threads (Rayon). The loader
-        # process must import the package from the same path, and nothing from the current directory.
+        # One thread is enough for small arrays. Tokenizers from a tokenizer.json use several threads (Rayon).
+        # Import the package from the same path, and nothing from the current directory.
         threads = str(max(len(os.sched_getaffinity(0)) // ranks_per_host(), 1))
         env = (
             {"RAYON_NUM_THREADS": threads}

@@ -1,9 +1,9 @@
 """Mix the sequences of several sources, so that each source has a given share of the tokens.
 
 Each sequence comes from one source. Sequence j of a source with the share w has the position (j + 1/2) / w in the mixture. The
-mixture is sorted by these positions (Sainte-Laguë method). After any number of sequences, each source
-has provided its share, up to a few sequences. The index of a sequence determines its source. A checkpoint therefore only needs
-the number of consumed sequences.
+mixture is sorted by these positions (Sainte-Laguë method). After any number of sequences, each source has provided its share to
+within a few sequences. The index of a sequence determines its source. A checkpoint therefore only needs the number of consumed
+sequences.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ class MixtureDataset(NumberedSequences):
     Attributes:
         sources: the sequences of each source, by name.
         weights: the share of each source in the tokens.
-        sequences_per_epoch: the sequences before the first source runs out.
+        sequences_per_epoch: the number of sequences before a source runs out.
         group_size: the number of consecutive sequences from one source.
     """
 

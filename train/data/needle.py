@@ -83,7 +83,7 @@ class NeedleDocuments:
         return cls(task, text, tokenizer, parser.encode(before).tolist(), parser.encode(after).tolist())
 
     def batch(self, length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
-        """Return documents of `length` tokens, one per sequence, and their depth indices, int64 (B,).
+        """Return one document of `length` tokens per sequence, and an int64 tensor (B,) of depth indices.
 
         Document n has the depth index n modulo NUM_DEPTHS, and the same content in every call. Call `check` first.
         """

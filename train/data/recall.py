@@ -103,7 +103,7 @@ def block_size(length: int) -> int:
 
 
 def grid_batch(length: int, numbers: Iterable[int]) -> tuple[Batch, torch.Tensor]:
-    """Return evaluation documents of `length` tokens, and the position indices of their facts, int64 (B,).
+    """Return evaluation documents of `length` tokens, and an int64 tensor (B,) with their position indices.
 
     Each sequence is one document. Document n has its facts at position n modulo NUM_POSITIONS. At position 0, the facts are at
     the beginning of the document.

@@ -127,7 +127,7 @@ class Store(Protocol):
 
     Attributes:
         lengths: int64 (documents,), the number of tokens of each document.
-        keys: uint64 (documents,), equal for equal documents: the checksum and the length. 0 for a part of a document.
+        keys: uint64 (documents,), the checksum and the length of each document, or 0 for a part of a document.
     """
 
     lengths: np.ndarray
@@ -160,7 +160,7 @@ class Shards:
         self._is_verified = np.zeros(len(self.lengths), dtype=bool)
         self._opened = dict[int, list[np.ndarray]]()
         if (len(self.lengths), self.lengths.sum()) != (self.index["documents"], self.index["tokens"]):
-            raise damaged(folder / INDEX, "the shards do not have its numbers of documents and tokens")
+            raise damaged(folder / INDEX, "its numbers of documents and tokens differ from those of the shards")
 
     @property
     def keys(self) -> np.ndarray:
@@ -171,7 +171,7 @@ class Shards:
         return vars(self) | {"_opened": {}}  # Pickling must not copy the tokens of the memory maps.
 
     def _map(self, shard: dict[str, Any], suffix: str, dtype: np.dtype) -> np.ndarray:
-        """Map a file of a shard, which another preparation may have replaced since the start."""
+        """Map a file of a shard. Another preparation may have replaced it since the start."""
         path = self.folder / f"{shard['name']}.{suffix}"
         try:
             content = np.memmap(path, dtype, mode="r")

@@ -108,7 +108,7 @@ class Corpus:
     """Divides the documents of a source into pieces.
 
     Args:
-        num_pieces: the wanted number of pieces, which have from `min_bytes` to PIECE_BYTES bytes.
+        num_pieces: the wanted number of pieces, each of `min_bytes` to PIECE_BYTES bytes.
 
     Attributes:
         pieces: in the order of the documents.
@@ -169,7 +169,7 @@ class Corpus:
 
 
 def selects_all(config: DataConfig) -> bool:
-    """`datasets` has already selected the rows of a dataset of the hub."""
+    """`datasets` has already selected the rows of a hub dataset."""
     return config.source == "hub" or config.split in ("train", "all")
 
 
@@ -582,7 +582,7 @@ def _hub_name(config: DataConfig) -> str:
 
 
 def _json_record(where: object, line: bytes, config: DataConfig) -> dict[str, Any] | None:
-    """Return the columns to read of a JSON line, or None for a blank line."""
+    """Return the required columns of a JSON line, or None for a blank line."""
     check_size(where, len(line.rstrip(b"\r\n")), config.max_document_mb)
     if not (content := line.decode(ENCODING).strip()):
         return None
@@ -643,7 +643,7 @@ def _paths(config: DataConfig) -> list[str | None]:
 
 
 def overlap(first: DataConfig, second: DataConfig, sizes: dict[str, int]) -> bool:
-    """Return whether two sources share some text. Return False for exactly the same documents.
+    """Return whether two sources share some text. Return False if the sources are identical.
 
     `sizes` as in `splits_overlap`.
     """

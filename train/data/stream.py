@@ -1,4 +1,4 @@
-"""Stream a corpus: read, tokenise and pack the documents during training, without preparing the corpus before.
+"""Stream a corpus: read, tokenise and pack the documents during training, without an earlier preparation.
 
     piece       a part of a large file, or several small files
     reader      reads every R-th piece, in a random order that differs from epoch to epoch

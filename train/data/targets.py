@@ -33,8 +33,8 @@ from ringattn.train.data.recall import RecallDataset
 from ringattn.train.data.records import RecordDataset, pack_whole
 from ringattn.train.model.loss import IGNORE
 
-# The number of blocks of target tokens. More blocks reduce the statistical error, but evaluating a block at length S takes up
-# to S tokens.
+# The number of blocks of target tokens. More blocks reduce the statistical error, but at length S, the model reads up to S
+# tokens per block.
 NUM_BLOCKS = 32
 
 # The minimum number of tokens per block, which limits the time of an evaluation at very long lengths.

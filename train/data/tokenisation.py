@@ -1,6 +1,6 @@
 """Tokenise a corpus into shards with several processes. A killed tokenisation continues where it stopped.
 
-A task tokenises a piece of the corpus, or some of its rows. One process writes the documents of a task into one or more shards.
+A task tokenises all or some rows of a piece of the corpus. One process writes the documents of a task into one or more shards.
 The number of processes affects neither the tasks nor the shards.
 
     folder/plan.json             identifies the corpus and the tokenizer, until all tasks are done
@@ -40,7 +40,7 @@ PLAN = "plan.json"
 
 
 class Task(NamedTuple):
-    """The rows `first` to `last` - 1 of a piece. None: all following rows."""
+    """The rows `first` to `last` - 1 of a piece, or all rows from `first` on."""
 
     number: int
     piece: sources.Piece
@@ -67,8 +67,8 @@ def tokenise(config: DataConfig, tokenizer: Tokenizer, ranks: int = 1, folder: P
 
     Args:
         ranks: the number of ranks on this host, which divide its cores unless `data.num_proc` is set.
-        folder: the folder for the shards. By default, a folder in the cache of `datasets`, whose name depends on the content of
-            the corpus and on the tokenizer.
+        folder: the folder for the shards. The default is in the cache of `datasets`. Its name depends on the content of the
+            corpus and on the tokenizer.
 
     Raises:
         ConfigError: a file, a column or a dataset is missing or unreadable, or the folder contains another corpus.
@@ -128,7 +128,8 @@ def _lock(folder: Path) -> AbstractContextManager[Any]:
 
 
 def cache_folder() -> Path:
-    # The import of `datasets` takes more than a second. A program that has imported `datasets` may have changed its cache.
+    # The import of `datasets` takes more than a second. A program that has imported `datasets` may have changed the cache
+    # folder.
     config = sys.modules.get("datasets.config")
     folder = config.HF_DATASETS_CACHE if config else os.environ.get("HF_DATASETS_CACHE", f"{HF_HOME}/datasets")
     return Path(folder) / "ringattn"

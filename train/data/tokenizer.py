@@ -12,7 +12,7 @@ import numpy as np
 from ringattn.train.data.workers import log_once
 from ringattn.train.settings.config import ConfigError, DataConfig
 
-# The names that are tried in order if no file names the end-of-text token, the most specific first
+# The names to try in this order if no file specifies the end-of-text token, most specific first
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|eos|>", "<eos>", "</s>", "[EOS]")  # noqa: RUF001  # DeepSeek's token has such bars
 
 # The fingerprints of tokenizers for which this process has already shown a warning.
@@ -66,7 +66,7 @@ class JsonTokenizer:
 
     Args:
         eos_token: the name of the end-of-text token; None for the name in a file of the same folder or in END_OF_TEXT.
-        special_tokens: the value of `data.special_tokens`. Only with "parse", `decode` returns special tokens.
+        special_tokens: the value of `data.special_tokens`. `decode` returns special tokens only with "parse".
 
     Raises:
         ConfigError: the package `tokenizers` is missing, a file cannot be read, or there is no end-of-text token.
@@ -204,7 +204,7 @@ def name_of(token: Any) -> Any:
 
 
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json. As in transformers, special_tokens_map.json replaces the tokens of older files."""
+    """Return tokenizer_config.json. As in transformers, older files take their tokens from special_tokens_map.json."""
     config = read_config(folder, "tokenizer_config.json")
     return config if "added_tokens_decoder" in config else config | read_config(folder, "special_tokens_map.json")
 
