@@ -4,7 +4,7 @@
     hopper       sm_90                        fp16 and bf16, head dims that are multiples of 8 up to 256
     triton       any GPU that Triton supports fp16, bf16 and fp32, head dims up to 256, dropout, block masks
     blockwise    anything                     everything, tile by tile in PyTorch
-    reference    anything                     everything, but writes out all scores: for tests
+    reference    anything                     everything, but stores all scores; for tests
 
 With backend="auto", a call uses the first backend that can run it, in the order hopper, triton, blockwise. The backend
 "reference" must be requested by name.
@@ -46,7 +46,7 @@ def last_backend() -> Choice | None:
 
 
 def check_backend(backend: object) -> None:
-    """The function `choose_backend` is cached, so its arguments must be hashable."""
+    """`choose_backend` is cached, so its arguments must be hashable."""
     if not isinstance(backend, str):
         raise ValueError(f"backend={validation.shown(backend)}: it must be one of {', '.join(BACKENDS)}")
 

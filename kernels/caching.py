@@ -103,7 +103,7 @@ class SharedTensors(dict[Any, Any]):
     def __init__(self) -> None:
         super().__init__()
         self._tensors: list[Tensor] = []
-        self._streams: set[int] = set()  # the addresses of the streams that may read all of these tensors
+        self._streams: set[int] = set()  # the addresses of the streams that may read all these tensors
         self._written: torch.cuda.Event | None = None  # this event occurs when all of these tensors have been written
         self._device = -1
 

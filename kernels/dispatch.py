@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Tensors = tuple[Tensor, ...]
 _SPLIT_KV = Choice("triton", "split-KV kernel for few queries")
-MIN_SPLIT_KEYS = 1024  # estimate: with fewer keys, a second launch takes longer than splitting saves
+MIN_SPLIT_KEYS = 1024  # estimate: with fewer keys, a second launch costs more time than splitting saves
 
 
 def _choose(q: Tensor, v: Tensor, backend: str, dropout: Dropout | None, blocks: BlockMask | None) -> Choice:
@@ -58,7 +58,7 @@ def _triton():
 
 @cache
 def _kernel(backend: str, name: str) -> Callable[..., Tensors]:
-    """Return the function of a backend that is called `name`, which is "forward" or "backward"."""
+    """Return the function `name` of a backend, which is "forward" or "backward"."""
     match backend:
         case "hopper":
             module = getattr(_hopper(), name)
@@ -91,8 +91,8 @@ def forward(
     Args:
         q, k, v, intervals, scale, state, final, dropout, blocks: as in `reference.forward`.
         backend: one of BACKENDS. For few queries, "auto" selects the split-KV kernel.
-        precision: as in `reference.forward`, or "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`, which
-            allows neither dropout nor a block mask.
+        precision: as in `reference.forward`, or "fp8" to round q, k and v to the FP8 format of `ringattn.kernels.fp8`. "fp8"
+            allows neither dropout nor block masks.
         shares_sms: whether other kernels, such as NCCL's, run on the SMs at the same time. With `shares_sms`, each program of a
             Hopper kernel computes one work tile, and starts as soon as an SM is free. Other backends ignore this argument.
 
@@ -281,7 +281,7 @@ def _choose_decode(q: Tensor, v: Tensor, backend: str) -> Choice:
 
 def row_delta(out: Tensor, dout: Tensor, dlse: Tensor | None = None, backend: str = "auto") -> Tensor:
     """Compute `reference.row_delta`."""
-    # The kernel for delta supports every head dim.
+    # This choice ignores head dims, because the kernel for delta supports all of them.
     chosen = choose_backend(out.device, out.dtype, backend).backend
     kernel = _triton().backward.row_delta if chosen in ("hopper", "triton") else reference.row_delta
     return kernel(out, dout, dlse)
@@ -379,7 +379,7 @@ class IncrementalBackward:
     dq is accumulated in the dtype of states and rounded only once.
 
     Args:
-        v: the values of any block; only the head dim matters, and whether the block is empty.
+        v: the values of any block; only the head dim and whether the block is empty matter.
         q, dout, lse, delta, scale, backend, precision, shares_sms: as for `backward`, but with an lse over the keys of all
             blocks.
         plain: whether no block has dropout, as the Hopper kernels require.

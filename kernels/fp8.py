@@ -113,7 +113,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor) -> tuple[QuantizedRows, QuantizedR
 
 
 def dequantize(x: QuantizedRows | QuantizedValues, dtype: torch.dtype, num_tokens: int | None = None) -> Tensor:
-    """Convert e4m3 tensors to a contiguous tensor (B, N, H, D), without an error for bf16, fp32 and fp64.
+    """Convert e4m3 tensors to a contiguous tensor (B, N, H, D), which is exact in bf16, fp32 and fp64.
 
     The returned queries and keys are still rotated. For `QuantizedValues`, pass the number of tokens as `num_tokens` to remove
     the padding.

@@ -128,8 +128,8 @@ class Intervals:
             aligned: whether begin is a multiple of `step`.
 
         Returns:
-            int32 (batch, T, 6), on the device: first, end, begin, num_masked_prefix, num_unmasked and num_masked, the number of
-                all masked steps. Tiles with longer loops come first. Batch entries with fewer tiles are padded with zeros.
+            int32 (batch, T, 6), on the device: first, end, begin, num_masked_prefix, num_unmasked and num_masked (the number of
+                all masked steps). Tiles with longer loops come first. Batch entries with fewer tiles are padded with zeros.
         """
         key = "tiles", rows, step, split_documents, aligned
         if key not in self._tables:

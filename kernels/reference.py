@@ -174,13 +174,13 @@ def decode(
     Args:
         q, scale: as for `forward`.
         k, v: (B, Nk, Hkv, D) and (B, Nk, Hkv, Dv) in q's dtype, the cache.
-        lo, hi: int32 (1 or B, Nq), on q's device, the bounds of the keys [lo[i], hi[i]) that query i of a batch entry attends
-            to, limited to [0, Nk); neither bound may decrease from one query to the next.
+        lo, hi: int32 (1 or B, Nq), on q's device. Query i of a batch entry attends to the keys [lo[i], hi[i]), limited to [0,
+            Nk). Neither bound may decrease from one query to the next.
         final: whether to return the output instead of the state.
-        sinks: int32 (1 or B,) or None, the number of attention sinks (Xiao et al. 2023), which are first keys that query i also
-            attends to if they come before hi[i].
-        page_table: int32 (B, pages) or None; with a page table, k and v are (pages, page size, Hkv, D) and (pages, page size,
-            Hkv, Dv), and row i of entry b is row i % page_size of page page_table[b, i // page_size].
+        sinks: int32 (1 or B,) or None, the number of first keys that are attention sinks (Xiao et al. 2023). Query i also
+            attends to the sinks before hi[i].
+        page_table: int32 (B, pages) or None. With a page table, k and v are (pages, page size, Hkv, D) and (pages, page size,
+            Hkv, Dv). Row i of entry b is row i % page_size of page page_table[b, i // page_size].
         forward: the function that computes attention under intervals.
 
     Returns:
@@ -231,7 +231,7 @@ def backward(
         delta: (B, Nq, Hq), computed by `row_delta`.
         dq, dk, dv: contiguous accumulators in the dtype of states, to which the gradients are added, or None for new contiguous
             tensors.
-        grad_dtype: the dtype of new gradients, which is q's dtype (or None) or the dtype of states.
+        grad_dtype: the dtype of new gradients: q's dtype (also for None) or the dtype of states.
     """
     num_key_heads, dtype = k.shape[2], q.dtype
     lse, delta = (_to_head_groups(x[..., None], num_key_heads) for x in (lse, delta))

@@ -9,7 +9,7 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy import ndarray
 
-# The fixed overhead of a work tile is measured in steps.
+# the fixed overhead of a work tile, in steps
 FORWARD_TILE_OVERHEAD = 4
 BACKWARD_TILE_OVERHEAD = 1
 

@@ -23,7 +23,7 @@ from ringattn.kernels.reference import Accumulators, Delta, Gradients
 from ringattn.kernels.triton import common as triton_common
 from ringattn.kernels.triton.launcher import launch
 
-# If more than MOST_QUERIES_TO_SKIP queries attend to 64 keys, skipping masked steps costs more time than it saves.
+# If 64 consecutive keys have more than MOST_QUERIES_TO_SKIP queries, skipping masked steps costs more time than it saves.
 MOST_QUERIES_TO_SKIP = 1536
 
 # The kernel for dq computes heads in groups whose K and V take at most KEY_BYTES_IN_L2.

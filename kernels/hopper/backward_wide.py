@@ -1,6 +1,6 @@
 """The backward kernels for Hopper GPUs (sm_90) and head dims above 128.
 
-A separate kernel computes dq, because updating dq in global memory for every 64 keys would be slow.
+A separate kernel computes dq, because updating dq in global memory after every 64 keys would be slow.
 
 Head dim 192 is not a power of two, so tiles are split into *parts* of columns. A *ring* is a tuple (tiles, full, empty) of a
 ring buffer for parts and its mbarriers.

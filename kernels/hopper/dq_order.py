@@ -43,7 +43,7 @@ def take_number(progress):
 
 @gluon.jit
 def _wait_for(pointer, count, seen):
-    """The compiler assumes that all lanes leave this loop together, so lane 0 loads the counter for the warp."""
+    """Lane 0 loads the counter for the warp, because the compiler assumes that all lanes leave this loop together."""
     while seen < count:
         seen = gl.inline_asm_elementwise(
             "{ .reg .pred first; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 first, lane, 0; mov.b32 $0, 0; "

@@ -78,8 +78,8 @@ def pass_ping_pong(CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
 @gluon.jit
 def load_consumer_tile(arguments, index, CONSUMER: gl.constexpr, CONFIG: gl.constexpr):
     """Return (index, batch entry, head, first row, end of the rows, loop, row_bounds, steps). The tuple `row_bounds` is (lo,
-    hi, all_initialised, ref_max) of this consumer's 64 rows. The flag `all_initialised` is set if every row with keys attends
-    to a key in the first step. The range of steps `steps` = (first, end) is never empty.
+    hi, all_initialised, ref_max) of this consumer's 64 rows. `all_initialised` is set if the first step contains a key of every
+    row that attends to keys. The range of steps `steps` = (first, end) is never empty.
     """
     lo, hi, work_tiles, num_masks, num_queries, results, _, _, _, _ = arguments
     batch, head, first, end, loop = load_work_tile(work_tiles, index)

@@ -36,7 +36,7 @@ SLACK = gl.constexpr(1.5)
 BYTES = gl.constexpr(8.0)
 BIAS = gl.constexpr(-0.46)
 
-# The levels (see above) of 1, and of 448, which is the largest e4m3 number.
+# The levels (see above) of 1 and of the largest e4m3 number, 448.
 ONE_LEVEL = gl.constexpr(72.0)
 MAX_LEVEL = gl.constexpr(142)
 

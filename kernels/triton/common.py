@@ -42,8 +42,8 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-# These tile sizes were the fastest for fp16 and bf16 on sm_90. With 4 warps and head dims below 64, kernels have been reported
-# to access memory out of bounds.
+# These tile sizes were the fastest for fp16 and bf16 on sm_90. According to reports, kernels with 4 warps and head dims below
+# 64 access memory out of bounds.
 _TILES_16_BIT = {
     "forward": {32: Tile(128, 128, 8, 3), 64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(64, 64, 8, 2)},
     "key_gradient": {32: Tile(64, 128, 8, 2), 64: Tile(64, 64, 4, 3), 128: Tile(64, 128, 8, 3), 256: Tile(32, 64, 8, 2)},
@@ -155,7 +155,7 @@ def launch_tiles(kernel, name, inputs, intervals, results, scale, dropout, block
 
 @triton.jit
 def program_tile(num_tiles):
-    """Return (tile, head), where the heads of all batch entries are numbered consecutively.
+    """Return (tile, head). The heads of all batch entries are numbered consecutively.
 
     Programs that run at the same time compute the same head, so its operands stay in the L2 cache. The tiles of the last
     INTERLEAVED_HEADS heads are interleaved, so that all SMs end at nearly the same time.

@@ -44,11 +44,11 @@ MAX_MERGED_ELEMENTS = 8192
 SMALL_CACHE_BYTES = 48 * 2**20
 # Above 4 TB/s of memory bandwidth, as on the H200, decoding needs two programs per SM or one more pipeline stage.
 FAST_MEMORY = 4e12
-# With fewer than 128 keys per program, merging would take longer than splitting saves.
+# With fewer than 128 keys per program, merging would cost more time than splitting saves.
 MIN_RUN_KEYS = 128
 # If strides are passed in units of 8 elements, Triton can generate 16-byte loads.
 STRIDE_UNIT = 8
-PREFETCH_BYTES = tl.constexpr(128)  # bytes of the L2 cache that one instruction prefetches
+PREFETCH_BYTES = tl.constexpr(128)  # bytes that one instruction prefetches into the L2 cache
 INTERPRETER_SMS = 8  # for Triton's interpreter; any number gives correct results
 
 _scratch = ScratchPool()  # the memory of `parts`
@@ -450,9 +450,7 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def choose_num_runs(num_sms: int, programs: int) -> int:
-    """Memory is read fastest with one program per SM. If one program per SM would leave more than a quarter of the SMs idle,
-    plan for two per SM.
-    """
+    """One program per SM reads memory fastest. If it would leave more than a quarter of the SMs idle, plan for two per SM."""
     num_runs = max(num_sms // programs, 1)
     return num_runs if 4 * num_runs * programs >= 3 * num_sms else max(2 * num_sms // programs, 1)
 

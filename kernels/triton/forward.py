@@ -11,7 +11,7 @@ from ringattn.kernels.triton.common import LN_2, LOG2_E, load_rows, load_scalars
 
 @triton.jit
 def add_tile(operands, dropout, state, start, group_head, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the key tile at `start` to the state (m, l, o) of a query tile. The m is in log2 units.
+    """Add the key tile at `start` to the state (m, l, o) of a query tile. m is in log2 units.
 
     For the arguments, see `common.run_loop`. After the last tile, the caller must multiply o by the dropout
     factor.

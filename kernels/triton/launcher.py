@@ -25,7 +25,7 @@ def launch_by_triton(kernel: JITFunction, grid: tuple[int, ...], is_cuda: bool, 
         return kernel[grid](*arguments, **options)
     with triton.knobs.nvidia.scope():
         triton.knobs.nvidia.ptxas_blackwell = triton.knobs.nvidia.ptxas.path
-        # Triton's cache contains the version of the first assembler of a process. This option distinguishes the kernels.
+        # Triton's cache key contains only the version of a process's first assembler. This option distinguishes the kernels.
         return kernel[grid](*arguments, **options, ptx_version=88)
 
 
@@ -46,7 +46,7 @@ def launch(
     Args:
         operands: tensors, TMA descriptors and None, with at least one tensor; the constants must determine the block shapes of
             the descriptors.
-        numbers: integers below 2**31 and floats, whose types never change, and which the kernel must not specialize.
+        numbers: integers below 2**31 and floats. Their types never change, and the kernel must not specialize them.
         cooperative: whether the GPU must run all programs at the same time.
         max_registers: the maximal number of registers per thread, or None if only the hardware limits it.
     """

@@ -21,7 +21,7 @@ class Scratch(NamedTuple):
 
 
 class ScratchPool:
-    """A `ScratchPool` provides scratch memory for kernels that write and read it on one stream.
+    """A `ScratchPool` provides scratch memory for kernels on one stream.
 
     Each call reuses the scratch memory of its stream, or allocates new memory if another thread is using it. During CUDA graph
     capture, a call always receives new memory, because the graph may be replayed on any stream.
