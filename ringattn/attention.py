@@ -55,7 +55,7 @@ def ring_attention(
         q: (B, N, Hq, D), this rank's tokens in layout order; N = layout.rows(rank), which may be 0.
         k: (B, N, Hkv, D), v: (B, N, Hkv, Dv); Hkv divides Hq. q, k and v have the same dtype (fp16, bf16, fp32 or fp64).
             `torch.autocast` casts q, k and v to the autocast dtype.
-        layout, mask: which positions each rank holds, and which keys each position may attend to; the same on all ranks.
+        layout, mask: which positions each rank holds, and which keys each query may attend to; the same on all ranks.
         group: the ranks of the ring; None for this process alone.
         scale, dropout_p, backend: as for `flash_attention`. The dropped entries do not depend on the ranks or the layout.
         seed: the seed of the dropout, the same on all ranks, but different for every layer and step.
@@ -64,8 +64,7 @@ def ring_attention(
             the state ring if a cost model predicts a gain of at least 3%. CPUs always use the state ring.
         route: "relay" (neighbours relay messages over NCCL or gloo), "direct", or "auto" ("direct" inside one host).
         transport: "nvlink", "p2p" (NCCL or gloo) or "auto", see `ringattn.comm.connect.connect`.
-        precision: as for `flash_attention`, the same on all ranks. With "fp8", each block of 128 rows of a shard shares a
-            scale.
+        precision: as for `flash_attention`, the same on all ranks. With "fp8", each block of 128 rows of a shard has one scale.
         return_lse: also return the log-sum-exp of the scores.
         sink_logits: (Hq,), learned logits that take part in the softmax but have no value. Sinks may require gradients. Each
             rank computes the gradient that comes from its own queries. None for no sinks.
@@ -77,7 +76,7 @@ def ring_attention(
     Raises:
         ValueError: arguments contradict each other. All arguments are checked before any work starts.
         RingFault: a rank does not respond within RINGATTN_TIMEOUT seconds (an environment variable). A process whose GPU waits
-            for the lost rank exits with a message instead.
+            for that rank prints a message and exits instead.
     """
     check_dense(q, k, v)
     q, k, v = autocast(q, k, v)
@@ -98,7 +97,7 @@ def ring_attention(
 
 
 def plan_ahead(mask: Mask, layout: Layout, like: tuple[Mask, Layout], *, group: Group | None, device: torch.device) -> None:
-    """Compute the plan of future calls with a new mask while the GPU is busy. Planning takes up to a second for many ranks.
+    """While the GPU is busy, plan future calls with a new mask. For many ranks, planning takes up to a second.
 
     Args:
         mask, layout: the arguments of the future calls. For a split layout, pass `layout.whole`.

@@ -5,8 +5,8 @@ In a public call, each of the following functions calls the next one:
 
     public call -> the function that `register` returned -> autograd -> the forward function -> `ringattn.ring` -> the kernels
 
-`torch.library.custom_op` is not used, because it would cost about 0.1 ms of host time per call. Kernels for short sequences
-take no longer.
+`torch.library.custom_op` is not used, because it would cost about 0.1 ms of host time per call, as much as kernels for short
+sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ def register(
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: Any) -> tuple[Tensor, ...]:  # pyrefly: ignore[bad-override]  # torch declares none
             out, lse, extra = reuse_or_compute(partial(results, q, k, v, spec), q)
             saved = to_save(q, k, v, out, lse, extra, spec)
-            # lse rarely has a gradient, and zeros would cost an allocation, a kernel and a read.
+            # lse rarely has a gradient. Creating zeros would cost an allocation, a kernel and a read.
             ctx.set_materialize_grads(False)
             ctx.mark_non_differentiable(*extra)
             # autograd raises an error if a saved tensor of the spec is modified before the backward.
@@ -208,9 +208,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Return whether a call can skip the operator. Compilers, dispatch modes, tensor subclasses and meta tensors need the
-    operator.
-    """
+    """Return whether a call can skip the operator. Compilers, dispatch modes, tensor subclasses and meta tensors need it."""
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()

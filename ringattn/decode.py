@@ -123,7 +123,7 @@ class KVCache:
 
         Args:
             k: (B, N, Hkv, D), v: (B, N, Hkv, Dv): the next N tokens, the same on all ranks.
-            rows: the rows of the cache that receive the tokens: int64 (N,) or (B, N), on the cache's device. Each row must be
+            rows: int64 (N,) or (B, N), on the cache's device: the rows of the cache that receive the tokens. Each row must be
                 below the capacity. Only a cache on one rank supports `rows`. With `rows`, the call does not wait for the GPU,
                 and does not change `length`.
 
@@ -260,8 +260,8 @@ def decode_attention(
     queries, so all ranks must sample tokens with the same seed.
 
     Args:
-        q: (B, N, Hq, D), the queries of the last N tokens, in the dtype of the cache. All ranks pass the same q, and Hkv
-            divides Hq.
+        q: (B, N, Hq, D), the queries of the last N tokens, in the dtype of the cache. All ranks pass the same q. Hkv divides
+            Hq.
         cache: this rank's shard. In a `PagedKVCache`, the output of a sequence without tokens is 0.
         group: the ranks over which the cache is sharded; None for this process alone.
         window: how many of the newest keys a query attends to, including its own, or (left, 0) as in `Mask`. None means all

@@ -43,8 +43,8 @@ def flash_attention(
     bits of dq may differ between runs. For equal bits, set `torch.use_deterministic_algorithms(True)`, which takes longer.
 
     Calls may run on several CUDA streams at the same time. A CUDA graph can capture a call that has run before. If a CUDA graph
-    writes `blocks.keep`, later calls need a copy of `blocks`. If the value of a key is NaN, outputs of the same tile may become
-    NaN, even if their queries do not attend to the key.
+    modifies `blocks.keep`, pass a copy of `blocks` to later calls. If the value vector of a key contains NaN, outputs of the
+    same tile may become NaN, even if their queries do not attend to the key.
 
     With `precision="fp8"`, the forward pass rounds q, k and v to FP8, see `ringattn.kernels.fp8`. The error is a few percent.
     The backward pass also uses the rounded inputs. Rounded fp16 inputs become bf16, and other inputs keep their dtype. FP8
@@ -64,8 +64,8 @@ def flash_attention(
         is_causal: a short form of mask=Mask.causal(). Without `mask` and `is_causal`, every query attends to every key.
         scale: a positive factor on the scores; None for D ** -0.5.
         dropout_p: the probability of dropping an entry of the softmax, 0 <= p < 1.
-        seed: the seed of the dropout. With None, every call with dropout draws a seed from torch's default CPU generator. All
-            replays of a CUDA graph drop the same entries, so CUDA graphs require a seed, as does `torch.compile`.
+        seed: the seed of the dropout. With None, every call with dropout draws a seed from torch's default CPU generator. CUDA
+            graphs require a seed, because all replays drop the same entries. `torch.compile` also requires a seed.
         blocks: which pairs of (query block, key block) are computed, in addition to `mask`; None for all pairs.
         backend: the kernels, see `ringattn.kernels.backends`.
         precision: "ieee" or "tf32", the precision in which the Triton kernels multiply fp32 inputs; or "fp8".

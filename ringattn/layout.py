@@ -170,8 +170,8 @@ class Layout:
         ranks = self.ranks // self.parts
         if rows < 1 or len(owners) != -(-self.seq_len // rows) or not 0 <= min(owners) <= max(owners) < ranks:
             raise ValueError(
-                f"layout {self.name!r} has {len(owners)} owners from {min(owners)} to {max(owners)}: there must be one for "
-                f"each chunk of {self.seq_len} positions, from 0 to {ranks - 1}"
+                f"layout {self.name!r} has {len(owners)} owners from {min(owners)} to {max(owners)}: every chunk of the "
+                f"{self.seq_len} positions must have one, from 0 to {ranks - 1}"
             )
 
     def _check_rank(self, rank: int) -> None:
@@ -269,6 +269,6 @@ def _rows(layout: Layout, rank: int) -> int:
         missing = len(owners) * size - layout.seq_len if owners[-1] == rank else 0
         return owners.count(rank) * size - missing
     if layout.kind == "striped":
-        # number of positions r, r + P, r + 2P, ... below S
+        # how many of r, r + P, r + 2P, ... are below S
         return max(0, -((rank - layout.seq_len) // layout.ranks))
     return sum(end - begin for begin, end in layout._bounds(rank))

@@ -26,7 +26,7 @@ SLACK = 1.04
 
 
 def work(mask: Mask, layout: Layout) -> Tensor:
-    """Count the tiles with work for each pair of shards, over all batch entries: int64 (query ranks, key ranks)."""
+    """For each pair of shards, count the tiles with work over all batch entries: int64 (query ranks, key ranks)."""
     rows = [_tile_ends(layout.rows(rank)) for rank in range(layout.ranks)]
     ends = [[positions_of_rows(layout, rank, x) for x in ends] for rank, ends in enumerate(rows)]
     first, last = map(np.concatenate, zip(*ends, strict=True))
@@ -50,9 +50,9 @@ def balanced_layout(mask: Mask | Mapping[Mask, int], seq_len: int, ranks: int) -
     balanced, because ranks wait for each other in every layer.
 
     The function tries four layouts in this order: contiguous, zigzag, assigned and striped. The result is the first layout
-    whose busiest rank has at most 1.04 times an equal share of the work. Earlier layouts need fewer messages. If every layout
-    exceeds the limit 1.04, the result is the most balanced layout. Assigned shards differ in length by less than two chunks. A
-    chunk has S / (64 P) rows, rounded up to a multiple of 128.
+    whose busiest rank has at most 1.04 times an equal share of the work. Earlier layouts need fewer messages. If no layout is
+    within this limit, the result is the most balanced one. Assigned shards differ in length by less than two chunks. A chunk
+    has S / (64 P) rows, rounded up to a multiple of 128.
 
     Raises:
         ValueError: the documents of `mask` do not sum to `seq_len`, or an argument is invalid.
@@ -119,7 +119,7 @@ def _assign_chunks(layers: tuple[tuple[Mask, int], ...], seq_len: int, ranks: in
 
 
 def _chunk_costs(mask: Mask, seq_len: int, tiles_per_chunk: int) -> np.ndarray:
-    """Count the tiles with queries of each chunk, and the tiles with keys of each chunk: fp64 (chunks, 2)."""
+    """For each chunk, count the tiles with its queries and the tiles with its keys: fp64 (chunks, 2)."""
     first, last = _tile_ends(seq_len)
     lo, _ = intervals_at(mask, seq_len, first)
     _, hi = intervals_at(mask, seq_len, last)

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from ringattn.kernels.validation import as_integer, check_flag, shown
 
 UNLIMITED = 2**62  # a window that is longer than every sequence
-OF_PIECES = -1  # in `Mask.reach` of a mask with pieces
+OF_PIECES = -1  # marks a mask with pieces in `Mask.reach`
 Window = int | tuple[int | None, int | None] | None
 Lengths = Sequence[int] | Sequence[Sequence[int]] | Tensor | Sequence[Tensor]
 
@@ -60,7 +60,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, lo: np.ndarray, hi: np.ndarray) -> "Pieces":
-        """Divide the bounds lo and hi, int64 (S,), into pieces. Neither bound may decrease."""
+        """Divide the int64 bounds lo and hi (S,) into pieces. Neither bound may decrease."""
         steps = np.diff(np.stack((lo, hi)))
         jumps = steps.max(0) > 1
         bends = np.any(steps[:, 1:] != steps[:, :-1], 0) & ~jumps[1:] & ~jumps[:-1]
@@ -147,7 +147,7 @@ class Mask:
 
     @classmethod
     def full(cls, window: Window = None, documents: Lengths | None = None) -> "Mask":
-        """Return a mask in which a query attends to keys on both sides, less than `window` positions away.
+        """Return a mask in which a query attends to keys less than `window` positions away, on both sides.
 
         The arguments are those of `causal`. The window may also be a pair (left, right), as in `Mask`.
         """
@@ -174,7 +174,7 @@ class Mask:
         allowed.
 
         Raises:
-            ValueError: some lengths do not sum to `seq_len`, or the number of lists is neither 1 nor `batch`.
+            ValueError: a list of lengths does not sum to `seq_len`, or there are neither 1 nor `batch` lists.
         """
         if not self.totals:
             return

@@ -66,9 +66,9 @@ def run_schedule(
 
     Args:
         circulating: the contiguous tensors of this rank's block, such as (k, v) in the KV ring.
-        compute: compute(local_step, block, into) runs attention of one local step. For this rank's own block, the result
-            accumulates in `into`, the local step's rows of `own_result`. For another rank's block, `into` is None, and
-            `compute` returns a new partial result, or None if the pass has no results.
+        compute: compute(local_step, block, into) runs attention of one local step. For this rank's own block, `compute`
+            accumulates into `into`, which is the local step's slice of `own_result`. For another rank's block, `into` is None,
+            and `compute` returns a new partial result, or None if the pass has no results.
         own_result: the result of this rank's own block, updated in place, initially the identity of `merge`.
         merge: merge(a, b) accumulates the partial result b into a, in place, and returns a.
         merge_arrivals: merge_arrivals(arrivals) merges all returned results at the end of the pass. By default, `merge` merges
@@ -76,7 +76,7 @@ def run_schedule(
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
-        RingFault: another rank stopped responding. The message names the rank, the step and what this rank was waiting for.
+        RingFault: another rank stopped responding. The message names that rank, the step and the missing messages.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
     ring_pass = transport.begin(schedule, {"block": circulating, "result": own_result})
@@ -202,7 +202,7 @@ class Ring:
         return {"backend": self.spec.backend, "precision": self.spec.precision, "shares_sms": shares_sms}
 
     def can_capture(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
-        """Return whether a CUDA graph may replay a pass. The pass must be short, and the same in all calls."""
+        """Return whether a CUDA graph may replay a pass. The pass must be short and equal in all calls."""
         # The dropout seed may change between calls. If `plan.is_fixed`, its tables may change, too.
         if self.transport.graphs is None or self.spec.dropout_p or self.plan.is_fixed or is_capturing(q.device):
             return False

@@ -43,8 +43,8 @@ class Runs:
         return bounds[0], bounds[1]
 
     def pairs(self, rank: int | np.ndarray) -> np.ndarray:
-        """For each run, count the allowed (row, column) pairs whose column belongs to `rank`. The result is int64 (R,), the sum
-        over all batch entries.
+        """For each run, count the allowed (row, column) pairs whose column belongs to `rank`, over all batch entries: int64
+        (R,).
         """
         lo, hi = (x.run_sums(rank, self.count) for x in self.before)
         return (hi - lo).sum(0)
@@ -54,7 +54,7 @@ class Runs:
 
     @cached_property
     def num_runs(self) -> np.ndarray:
-        """Count the runs of each rank, int64 (ranks,)."""
+        """Count the runs of each rank: int64 (ranks,)."""
         return np.bincount(self.rank, minlength=self.layout.ranks)
 
     def select(self, index: np.ndarray | slice) -> "Runs":
@@ -92,9 +92,7 @@ class RowsBefore:
     """A `RowsBefore` object counts the rows of any rank before given positions."""
 
     def __init__(self, layout: Layout, positions: np.ndarray) -> None:
-        """`positions` are from 0 to `layout.seq_len`, int32 or int64 of any shape. The results of `rows` have the dtype of
-        `positions`.
-        """
+        """`positions` is int32 or int64 of any shape, from 0 to `layout.seq_len`. The results of `rows` have its dtype."""
         self.layout, self.positions = layout, positions
 
     @cached_property

@@ -105,7 +105,7 @@ def resolve_scale(q: Tensor, scale: float | None) -> float:
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Under `torch.autocast`, cast tensors other than fp64 to the autocast dtype, as torch's own attention does."""
+    """Under `torch.autocast`, cast all tensors except fp64 to the autocast dtype, as torch's own attention does."""
     if not torch._C._is_any_autocast_enabled():  # ten times as fast as `under_autocast`
         return tensors
     device = tensors[0].device

@@ -29,8 +29,8 @@ def sdpa(
             query must attend to one interval of keys, as with causal masks, windows and packed documents. The ends of the
             interval must not decrease from one query to the next. Unlike `flash_attention(mask=...)`, every call copies the
             intervals to the host.
-        dropout_p: the probability of dropping an entry of the softmax. The random numbers are not those of torch.
-        is_causal: aligns the first query with the first key, as torch does. `flash_attention` aligns the last query and key.
+        dropout_p: the probability of dropping an entry of the softmax. The random numbers differ from torch's.
+        is_causal: aligns the first query with the first key, like torch. `flash_attention` aligns the last ones instead.
         scale: positive factor on the scores; None for D ** -0.5.
         enable_gqa: whether k and v may have fewer heads (dim -3) than q. The number of heads of k and v must divide the number
             of heads of q.

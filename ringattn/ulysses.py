@@ -66,8 +66,8 @@ def ulysses_attention(
         ulysses_group: the U ranks of the all-to-all; None for this rank alone (U = 1).
         ring_group: the R ranks of the ring; None for this rank alone (R = 1).
         precision: as for `ring_attention`; the all-to-all sends the unrounded inputs, which the backward pass needs.
-        recompute_all_to_all: save q, k and v instead of the results of the all-to-all. If True, the backward pass repeats the
-            all-to-all. Repeating the all-to-all saves memory only if the model saves or recomputes q, k and v anyway.
+        recompute_all_to_all: whether to save q, k and v instead of the results of the all-to-all, and repeat the all-to-all in
+            the backward pass. This saves memory only if the model saves or recomputes q, k and v anyway.
 
     Returns:
         As `ring_attention`.
@@ -138,7 +138,7 @@ def _check_ranks(q: Tensor, k: Tensor, layout: Layout, ring: tuple[int, int], ul
     """Check the heads, the layout and the tokens. `ring` and `ulysses` are (this rank, number of ranks)."""
     if (layout.whole.ranks, layout.parts) != (ring[1], ulysses[1]):
         raise ValueError(
-            f"the layout is for {layout.whole.ranks} x {layout.parts} ranks, but there are a ring of {ring[1]} and a Ulysses "
+            f"the layout is for {layout.whole.ranks} x {layout.parts} ranks, but there is a ring of {ring[1]} and a Ulysses "
             f"group of {ulysses[1]}: create it for {ring[1]} ranks and call .split({ulysses[1]})"
         )
     check_shard(q, k, layout, ring[0] * ulysses[1] + ulysses[0])

@@ -19,7 +19,7 @@ from torch import Tensor
 from ringattn.comm.transport import Addressed, MessageTransport, Tensors, Wait, complete_hop, report_faults
 from ringattn.planning.schedule import Message
 
-LABEL = "all-to-all"  # how the watchdog's messages name a hop of an all-to-all
+LABEL = "all-to-all"  # the name of an all-to-all in the watchdog's messages
 
 
 class HeadSlice(NamedTuple):

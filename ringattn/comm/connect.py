@@ -37,7 +37,7 @@ Group = dist.ProcessGroup | SimulatedRank
 
 TRANSPORTS = ("auto", "nvlink", "p2p")
 TRANSPORT_VARIABLE = "RINGATTN_TRANSPORT"  # name of the environment variable that replaces transport="auto"
-# name of the environment variable that replaces this host's name, so that tests can simulate several hosts on one
+# name of the environment variable that overrides this host's name, so that tests can simulate several hosts on one
 HOST_VARIABLE = "RINGATTN_HOST"
 _POLL = 0.005  # seconds between two reads of the store
 log = logging.getLogger(__name__)

@@ -181,7 +181,7 @@ class NvlinkTransport(Transport):
         self.started, self._started_call = torch.cuda.Event(), -1
         # Keep filled tensors alive, because an unfinished all-to-all may still write into them after an exception.
         self.filled: list[Tensors] = []
-        self._max_steps = self.size + 2  # the largest number of steps of a direct schedule
+        self._max_steps = self.size + 2  # the largest number of steps in a direct schedule
         # The table of flags has one column per rank that writes flags.
         self._ring_rows = len(PURPOSES) * len(KINDS) * self._max_steps
         self._flags, self._flag_addresses = self.share(torch.int32, (self._ring_rows + MAX_SENDS + 1) * self.size)
@@ -230,7 +230,7 @@ class NvlinkTransport(Transport):
 
     @torch.inference_mode()  # the flags may be inference tensors
     def _write_flags(self, values: Tensor) -> None:
-        # A copy needs no kernel. Loading a kernel could block while streams wait for flags.
+        # Use copies, because loading a kernel could block while streams wait for flags.
         with torch.cuda.stream(self._flag_stream):
             self._flags.copy_(values)
         self._flag_stream.synchronize()

@@ -5,8 +5,8 @@ the receive tensors. A sender therefore copies its slice straight to the final p
 flags of an exchange are set, the region is copied into ordinary tensors, for kernels and autograd.
 
 Flags work as in `ringattn.comm.nvlink`. A rank sets *ready* flags at the end of each call. Other ranks wait for a ready flag
-before they write into the rank's receive buffer. No deadlock is possible, because send i never waits for send i + 1, or later
-work, of another rank.
+before they write into the rank's receive buffer. No deadlock is possible, because send i never waits for send i + 1 or later
+work of another rank.
 """
 
 from functools import lru_cache

@@ -24,7 +24,7 @@ from ringattn.comm.watchdog import Watchdog, timeout_seconds
 from ringattn.planning.cost_model import Interconnect, interconnect
 
 _UNUSED_TAG = 1  # a tag that no message has
-# The minimum timeout of gloo in seconds. The watchdog enforces a shorter RINGATTN_TIMEOUT.
+# The minimum timeout of gloo, in seconds. The watchdog enforces a shorter RINGATTN_TIMEOUT.
 MIN_GLOO_TIMEOUT = 60
 CLOSE_TIMEOUT = 10  # seconds that a process waits for its last messages when it ends
 ALLOCATOR_VARIABLES = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
@@ -63,7 +63,7 @@ class P2PTransport(MessageTransport):
     def open_communicator(self) -> None:
         """Create an NCCL communicator that only this transport uses.
 
-        If CUDA graphs used the communicator of the user's process group, destroying the group would hang.
+        If CUDA graphs used the communicator of the user's process group, destroying that group would hang.
         """
         # By default, an NCCL kernel needs four neighbouring free SMs, but attention fills all SMs.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -65,7 +65,7 @@ class Recovery:
             self._reset()
 
     def enter(self) -> None:
-        self.depth += 1  # before the call number, for `look`
+        self.depth += 1  # before `call`, because `look` reads both
         if self.depth == 1:
             self.call += 1
 
@@ -99,7 +99,7 @@ class Recovery:
                 self._declare_fault(other)
 
     def explain(self) -> str | None:
-        """Return the reason if a wait failed because another rank left the call, and otherwise None."""
+        """If a wait failed because another rank left the call, return the reason, and otherwise None."""
         other = self._first_record() if self.fault is None else None
         if other is not None and other.is_own:
             self._declare_fault(other)

@@ -24,7 +24,7 @@ class SimulatedRing:
         self.name = f"simulated-{next(self._ids)}"
         self.messages: dict[tuple[int, int, int], Tensor] = {}  # messages in flight, by (sender, receiver, number)
         self.ended: set[int] = set()  # ranks that send no more messages
-        # By receiver: notified when the receiver gets a message or `ended` changes.
+        # One per receiver: notified when the receiver gets a message, or `ended` changes.
         self.changed = [threading.Condition() for _ in range(size)]
 
     def send(self, src: int, dst: int, number: int, message: Tensor) -> None:

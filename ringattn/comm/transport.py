@@ -94,7 +94,7 @@ class Transport:
         return ()
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        """After all ranks have left a call, let the streams of this rank run to their end.
+        """After all ranks have left a call, let this rank's streams finish their work.
 
         Args:
             events: the result of `mark`.
@@ -104,7 +104,7 @@ class Transport:
     def reset(self, generation: int) -> None:
         """Forget all messages of earlier calls. The number `generation` counts the resets.
 
-        All ranks call this method at the same time, after their streams have run to their end.
+        All ranks call this method at the same time, after their streams have finished.
         """
 
 

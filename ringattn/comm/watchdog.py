@@ -31,7 +31,7 @@ TIMEOUT = "RINGATTN_TIMEOUT"  # name of the environment variable with the second
 DEFAULT_TIMEOUT = "600"
 HEARTBEAT_INTERVAL = 0.5  # seconds between two heartbeats of a rank
 DEAD_AFTER = 4.0  # seconds without a heartbeat after which a rank counts as dead
-GRACE = 5.0  # seconds that a process has to end by itself after a fault
+GRACE = 5.0  # seconds in which a process may end by itself after a fault
 DIFFERENCE = "ringattn: the ranks make different calls: "  # start of the message if calls differ
 _COUNTER_RANGE = 1 << 32  # range of the counter of finished hops
 
@@ -175,10 +175,10 @@ class Watchdog:
         with self._lock:
             self.issued, self._last_finished.value, self._progress = 0, 0, (0, time.monotonic())
             self._calls = CallLog()
-            self._generation += 1  # last, because the thread must not publish the old log for the new generation
+            self._generation += 1  # last, so that the thread cannot publish the old log for the new generation
 
     def fault(self, hop: Hop | None) -> RingFault | None:
-        """Return an exception that names the rank that caused an error in `hop`. Return None if `hop` is None."""
+        """Return an exception that names the rank that caused an error in `hop`, or None if `hop` is None."""
         if hop is None:
             return None
         with suppress(Exception):  # if the store is gone, `_diagnose` reports this

@@ -1,4 +1,4 @@
-"""Predict the cost of a ring pass. The cost of a step is the time of the rank with the most work or the most messages.
+"""Predict the cost of a ring pass. The cost of a step is the longest time that any rank computes or communicates.
 
 Speeds come from a table and are never measured at run time. Therefore all ranks and all runs make the same choice.
 """
@@ -33,7 +33,7 @@ class Interconnect(NamedTuple):
     all_pairs: bool  # whether messages go directly to any rank
     bytes_per_second: float  # per rank and direction
     latency: float  # seconds per message, in addition to the time of its bytes
-    flops: float = 5e14  # of attention on one rank, FLOP/s
+    flops: float = 5e14  # speed of attention per rank, FLOP/s
     uses_sms: bool = False  # whether kernels move the messages and occupy SMs
 
     def with_route(self, route: str) -> "Interconnect":

@@ -34,5 +34,5 @@ class PlanSlots:
         return self._slots.pack(masks)
 
     def write(self, packed: Tensor) -> None:
-        """Let the next replays of the CUDA graph use a packed plan. The host does not wait."""
+        """Make the next replays of the CUDA graph use a packed plan. The host does not wait."""
         self._slots.write(packed)

@@ -1,6 +1,6 @@
 """Plan the ring passes of one rank under a mask and a layout.
 
-A plan contains schedules, and the intervals of the mask, in rows of shards instead of positions.
+A plan contains schedules and the mask's intervals, expressed in rows of shards instead of positions.
 """
 
 import logging
@@ -256,10 +256,10 @@ def _positions(layout: Layout, rank: int, device: torch.device) -> Tensor:
 
 
 class Overlaps(NamedTuple):
-    """An `Overlaps` tuple contains the rows and the work of every pair of ranks under a mask. The last two dimensions of every
+    """An `Overlaps` tuple describes which rows of each pair of ranks attend to each other. The last two dimensions of every
     array are (query rank, key rank).
 
-    `queries` and `keys` contain a range of rows per pair of ranks, as (first row, end): (2, ranks, ranks).
+    `queries` and `keys` (2, ranks, ranks) contain a range (first row, end) for each pair.
     """
 
     queries: np.ndarray  # the query rows that attend to any of the keys
@@ -278,8 +278,8 @@ def overlaps(mask: Mask, layout: Layout) -> Overlaps:
 
 
 def _visible_columns(runs: Runs) -> np.ndarray:
-    """For each pair of ranks, return the second rank's columns to which the first rank's rows attend. The columns form ranges
-    (first, end): int64 (2, row ranks, column ranks).
+    """For each pair of ranks, return the range (first, end) of the second rank's columns to which the first rank's rows attend:
+    int64 (2, row ranks, column ranks).
     """
     by_column_rank = []
     lo, hi = (RowsBefore(runs.layout, x.astype(np.int32)) for x in (runs.lo, runs.hi))

@@ -1,7 +1,6 @@
-"""Choose the Ulysses degree U with the least predicted time of attention on U x R ranks.
+"""Choose the Ulysses degree U for which attention on U x R ranks is predicted to be fastest.
 
-All-to-alls have U ranks, and rings have R ranks. The prediction uses no measurements, so all ranks and all runs choose the same
-degree.
+All-to-alls have U ranks, and rings have R. The prediction uses no measurements, so all ranks and runs choose the same degree.
 """
 
 import math
@@ -48,7 +47,7 @@ def bytes_per_row(q: Tensor, k: Tensor, v: Tensor, ulysses: int, ring: int) -> f
     """
     copies = key_copies(q.shape[2], k.shape[2], ulysses)
     k, v = (x.to("meta").repeat_interleave(copies, 2) for x in (k, v))
-    # q, out, k and v are sent, and then their gradients.
+    # q, out, k, v and their gradients are sent.
     elements = (q.shape[2] + k.shape[2]) * (q.shape[3] + v.shape[3])
     all_to_all_bytes = 2 * elements * q.element_size() * (ulysses - 1) // ulysses
     directions = forward_work(q, k, v).row_bytes, backward_work(q, k, v).row_bytes

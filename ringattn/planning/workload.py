@@ -84,5 +84,5 @@ def chunk_work(q: Tensor, k: Tensor, v: Tensor, pairs: float, precision: str = "
 
 
 def head_chunk(x: Tensor, count: int, i: int = 0) -> Tensor:
-    """Return a view of x (B, N, H, ...): chunk i of `count` chunks of heads."""
+    """Return chunk i of `count` chunks of heads, a view of x (B, N, H, ...)."""
     return x.unflatten(2, (count, -1))[:, :, i]

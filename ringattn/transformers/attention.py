@@ -82,8 +82,8 @@ def _is_neutral(name: str, argument: object) -> bool:
 
 
 def create_mask(*, mask_function: Callable[..., Tensor], local_size: int | None = None, **_: object) -> RingMask:
-    """Convert a mask function of transformers, which takes indices, to a `RingMask`. The `RingMask` contains neither documents
-    nor padding.
+    """Convert a Hugging Face mask function of token indices to a `RingMask`. The `RingMask` contains neither documents nor
+    padding.
 
     Raises:
         ValueError: the mask is neither causal nor a causal window, or depends on the tokens.
@@ -105,7 +105,7 @@ def _captured(function: Callable[..., Any]) -> Iterator[object]:
 
 
 def _is_causal(mask_function: Callable[..., Tensor], window: int | None) -> bool:
-    """Test at a few points whether a mask function is causal. The keys are near the ends of the queries' intervals."""
+    """Test whether a mask function is causal, at a few points near the ends of the queries' intervals."""
     size = window or 64
     q = torch.tensor([0, 1, size - 1, size, size + 1, 3 * size + size // 2, 2**20], device="cpu")[:, None]
     offsets = torch.tensor([-(2**20), -size - 1, -size, 1 - size, -1, 0, 1, size], device="cpu")

@@ -1,4 +1,4 @@
-"""Shard batches that the collators of transformers and TRL create. All rows of a batch have the same layout."""
+"""Shard batches that collators of Hugging Face or TRL create. All sequences of a batch have the same layout."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ class RingBatch:
     `RingBatch` must not be a dataclass, because FSDP copies dataclasses.
     """
 
-    padding: Tensor | None = None  # bool (B, N): the tokens that attend to nothing; None if they have no labels
+    padding: Tensor | None = None  # bool (B, N): tokens that attend to nothing; None if they have no labels
 
     def __init__(
         self, layout: Layout, documents: list[list[int]] | None, group: Group | None, last: Tensor, counts_padding: bool
@@ -54,8 +54,8 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
     """Return the arguments of `model(...)` for this rank's tokens of a batch.
 
     A document begins where `position_ids` jump, at each entry of `cu_seq_lens_q`, and before and after padding. Padding on the
-    left or on the right is a document of its own. If the first token after padding has a label, padding predicts the token and
-    attends to nothing, as with SDPA in transformers.
+    left or on the right is a document of its own. If the first token after padding has a label, the last padding token predicts
+    it and attends to nothing, as with SDPA in transformers.
 
     Args:
         batch: the same on all ranks. One entry is input_ids (B, S) or inputs_embeds (B, S, dim). Optional entries are
@@ -158,7 +158,7 @@ def next_labels(batch: Mapping[str, Any]) -> Tensor | None:
         shifted[:, -1] = IGNORE
     if mask is not None:
         padding = mask == 0
-        padding[:, :-1] &= padding[:, 1:].clone()  # padding may predict the first token
+        padding[:, :-1] &= padding[:, 1:].clone()  # the last padding may predict a token
         if ((shifted != IGNORE) & padding).any():
             raise ValueError(f"{name} of padding must be {IGNORE}")
     return shifted

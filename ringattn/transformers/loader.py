@@ -19,8 +19,8 @@ from ringattn.transformers.batch import IGNORE, inputs_of, next_labels, ring_of,
 class RingLoader:
     """A `RingLoader` applies `shard_batch` to each batch of a data loader, and yields the arguments of `model(...)`.
 
-    The average of all ranks' losses is the mean over the labels of all rings. Rows that only fill the last batch have no
-    labels.
+    The average of all ranks' losses is the mean over the labels of all rings. Rows that are repeated to fill the last batch
+    have no labels.
 
     Args:
         loader: yields whole batches; not an output of `accelerator.prepare`.
@@ -82,7 +82,7 @@ def prepare_loader(loader: DataLoader[Any], ring_size: int, accelerator: Acceler
     return prepared
 
 
-# A row of the last batch, which has only `rest` new rows in all rings
+# A row of the last batch, which has `rest` rows before repetitions begin
 Filled = namedtuple("Filled", "row rest")
 
 
@@ -102,13 +102,13 @@ class RowsOfRing(IterableDatasetShard):
 def collate_rows(collate: Callable[[list[Any]], Any], start: int, rows: list[Any]) -> Any:
     """Collate the rows of a ring, whose first row has the number `start` in the batch of all rings.
 
-    The entry "rest" of an incomplete batch is the number of new rows.
+    In an incomplete batch, the entry "rest" counts the rows before repetitions begin.
     """
     if not isinstance(rows[0], Filled):
         return collate(rows)
     batch, rest = collate([row for row, _ in rows]), rows[0].rest
     if rest > start and len(inputs_of(batch)) != len(rows):
-        batch = collate([row for row, _ in rows[: rest - start]])  # joins rows, so no label of the others may be present
+        batch = collate([row for row, _ in rows[: rest - start]])  # joins rows, so repeated rows must be left out
     return {**batch, "rest": rest}
 
 

@@ -1,4 +1,4 @@
-"""Check that a model of transformers is exact on a ring, and replace its attention."""
+"""Check that a Hugging Face model is exact on a ring, and replace its attention."""
 
 import inspect
 from typing import Any
@@ -23,12 +23,12 @@ def put_on_ring(model: nn.Module, mesh: DeviceMesh | None) -> None:
     The parameters stay as they are. DDP, FSDP2 or accelerate can replicate or shard the parameters over all ranks of the ring.
 
     Args:
-        model: a causal language model of transformers, or a PEFT model of one.
+        model: a causal language model of Hugging Face, or a PEFT model of one.
         mesh: the one-dimensional mesh of the ranks that share a sequence; None for one process.
 
     Raises:
-        ValueError: a layer mixes tokens without attention, or the loss is not the usual cross-entropy. Unsupported keywords and
-            masks of attention raise an error in the first call.
+        ValueError: a layer combines tokens without attention, or the loss is not the usual cross-entropy. Unsupported keywords
+            and masks of attention raise an error in the first call.
     """
     ring_of(mesh)
     outer: Any = model

@@ -1,4 +1,4 @@
-"""`Trainer` of transformers on sequences that are sharded over a ring of ranks.
+"""Hugging Face's `Trainer` on sequences that are sharded over a ring of ranks.
 
 `RingMixin` gives the ranks of a ring the same batches, and shards each batch before the loss. `RingMixin` also corrects the
 numbers that Trainer counts or gathers over all ranks. The mean loss equals the loss of Trainer in one process.
@@ -32,8 +32,7 @@ class RingMixin(Base):
 
     Args:
         ring_size: the number of neighbouring ranks that share a sequence; None for all ranks. Other rings receive other
-            batches, like the ranks of data-parallel training. The argument `per_device_train_batch_size` counts the sequences
-            of a ring.
+            batches, like the ranks of data-parallel training. `per_device_train_batch_size` counts the sequences per ring.
 
     Raises:
         ValueError: the model or an argument of the trainer is not supported on a ring.
@@ -87,7 +86,7 @@ class RingMixin(Base):
         arguments = inputs if has_labels else shard_batch(self._prepare_inputs(inputs), self.ring_mesh)
         loss, logits, labels = super().prediction_step(model, arguments, prediction_loss_only, ignore_keys)
         if loss is not None:
-            loss = self.accelerator.reduce(loss, "mean")  # every ring has divided by the number of labels of all rings
+            loss = self.accelerator.reduce(loss, "mean")  # each ring has divided by the labels of all rings
         if logits is not None:
             logits = tree_map(partial(_unshard, layout=layout_of(inputs, self.ring_size), mesh=self.ring_mesh), logits)
         return loss, logits, labels
