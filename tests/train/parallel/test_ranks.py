@@ -5,7 +5,10 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -60,6 +63,31 @@ def test_ctrl_c_ends_a_rank_that_waits_for_another_rank():
             assert process.wait(20) == -signal.SIGINT
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["connected", "failed"])
+def test_ctrl_c_has_its_earlier_handler_after_the_connection(fails, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    if fails:
+        monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=dist.DistNetworkError("no network")))
+    previous = signal.signal(signal.SIGINT, handler := Mock())
+    try:
+        with pytest.raises(dist.DistNetworkError) if fails else nullcontext():
+            connect_ranks()
+            disconnect_ranks()
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def test_ranks_connect_in_any_thread(monkeypatch):
+    """Only the main thread can set a handler of signals."""
+    monkeypatch.delenv("RANK", raising=False)
+    previous = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(connect_ranks).result().attempt == 1
+    disconnect_ranks()
+    assert signal.getsignal(signal.SIGINT) is previous
 
 
 def test_values_and_errors_of_one_rank_reach_all_ranks(tmp_path):
