@@ -76,7 +76,7 @@ def parse(arguments: list[str], options: type, settings: tuple[str, ...] = ()) -
         if name in types:
             values[name] = _convert(name, value, types[name])
         elif name.startswith((*SETTINGS, *settings)):
-            overrides[name] = value
+            overrides["data.source" if name == "data" else name] = value
         else:
             known = ", ".join([*types, *(f"{each}*" if each.endswith(".") else each for each in (*SETTINGS, *settings))])
             raise ConfigError(f"unknown option {name}: choose one of {known}")

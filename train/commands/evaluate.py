@@ -114,7 +114,6 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> list[Config
     Raises:
         ConfigError: there is no text to evaluate, or a sequence length is not an integer.
     """
-    overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
     for name, value in overrides.items():
         if name.startswith("data.eval_"):
             raise ConfigError(

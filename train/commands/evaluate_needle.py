@@ -59,13 +59,13 @@ def evaluation_configs(config: Config, overrides: dict[str, str]) -> tuple[DataC
     By default, the facts are hidden in Python's standard library. The argument `overrides` may select another text. Raise
     ConfigError if `data.format` is neither text nor chat.
     """
-    overrides = {"data.source" if name == "data" else name: value for name, value in overrides.items()}
-    form = overrides.pop("data.format", "chat" if config.data.format == "chat" else "text")
+    form = overrides.get("data.format", "chat" if config.data.format == "chat" else "text")
     if form not in ("text", "chat"):
         raise ConfigError(f"data.format={form} is impossible with facts in a long text: choose text or chat")
     data = DataConfig(tokenizer=config.data.tokenizer, eos_token=config.data.eos_token)
     default = [length for length in default_lengths(config.data.seq_len, "text") if length >= SHORTEST_LENGTH]
-    configs = settings_by_length(replace(config, data=data), overrides, default or [config.data.seq_len])
+    given = overrides | {"data.format": "text"}
+    configs = settings_by_length(replace(config, data=data), given, default or [config.data.seq_len])
     if (source := configs[0].data.source) in ("recall", "mix"):
         raise ConfigError(f"data.source={source} is impossible with facts in a long text: choose another source")
     chat = with_settings(configs[0], {"data.format": form})

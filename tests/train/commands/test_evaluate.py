@@ -36,7 +36,7 @@ def test_formats_without_a_place_for_facts_are_rejected():
             {"data.format": "chat"},
             "^data.format=chat requires a chat template, but data.tokenizer=bytes has none: leave data.format",
         ),
-        ({"data": "recall"}, "^data.source=recall is impossible with facts in a long text: choose another source$"),
+        ({"data.source": "recall"}, "^data.source=recall is impossible with facts in a long text: choose another source$"),
     ],
 )
 def test_impossible_facts_are_rejected_before_the_model_is_loaded(overrides, message, tmp_path):
