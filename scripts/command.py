@@ -8,6 +8,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -37,11 +38,11 @@ def new_parser(doc: str) -> argparse.ArgumentParser:
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
-    """Create an argparse type that accepts integers of at least `minimum`."""
+    """Create an argparse type that accepts integers of at least `minimum` and below 2**31."""
 
     def parse(text: str) -> int:
-        if not text.lstrip("-").isdecimal() or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least {minimum}")
+        if not re.fullmatch("-?[0-9]{1,10}", text) or not minimum <= int(text) < 2**31:
+            raise argparse.ArgumentTypeError(f"{text!r:.60} must be an integer of at least {minimum} and below 2**31")
         return int(text)
 
     return parse

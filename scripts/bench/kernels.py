@@ -284,7 +284,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--suite", nargs="+", choices=(*SUITES, FP8, DECODE), default=SUITES, help="default: all but fp8 and decode"
     )
     parser.add_argument("--only", metavar="REGEX", default="", help="only cases with a matching name: 'causal D128 S16384'")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[], help="lengths of the curve, multiples of 128")
+    parser.add_argument(
+        "--lengths", nargs="+", type=command.at_least(1), default=[], help="lengths of the curve, multiples of 128"
+    )
     parser.add_argument(
         "--peers", nargs="+", choices=peers.IMPLEMENTATIONS, help=f"default: all but {', '.join(peers.ON_REQUEST)}"
     )

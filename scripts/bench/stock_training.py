@@ -122,7 +122,7 @@ def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device, ra
 def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
     parser.add_argument("--model", default="1.4b", help="a file in configs/model; default: 1.4b")
-    parser.add_argument("--seq-len", type=int, default=65536, help="tokens over all ranks; default: 65536")
+    parser.add_argument("--seq-len", type=command.at_least(1), default=65536, help="tokens over all ranks; default: 65536")
     parser.add_argument("--steps", type=command.at_least(2), default=8, help="the first step is not timed; default: 8")
     parser.add_argument("--checkpointing", action="store_true", help="recompute blocks in the backward, including attention")
     parser.add_argument("--output", type=Path, required=True, help="a directory for summary.json")

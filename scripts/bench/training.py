@@ -129,7 +129,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", default="1.4b", help="a file in configs/model; default: 1.4b")
     default_ranks = max(torch.cuda.device_count(), 1)
     parser.add_argument("--ranks", type=command.at_least(1), default=default_ranks, help="default: one rank per GPU")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32768, 65536, 131072], help="tokens per sequence")
+    parser.add_argument(
+        "--lengths", type=command.at_least(1), nargs="+", default=[32768, 65536, 131072], help="tokens per sequence"
+    )
     parser.add_argument(
         "--variants", nargs="+", choices=VARIANTS, default=list(DEFAULT_VARIANTS), help=f"default: {' '.join(DEFAULT_VARIANTS)}"
     )

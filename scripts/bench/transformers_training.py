@@ -70,7 +70,7 @@ def train(config: ModelConfig, seq_len: int, steps: int, device: torch.device) -
 def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
     parser.add_argument("--model", default="gemma-3-4b", help="a file in configs/model; default: gemma-3-4b")
-    parser.add_argument("--seq-len", type=int, default=65536, help="tokens; default: 65536")
+    parser.add_argument("--seq-len", type=command.at_least(1), default=65536, help="tokens; default: 65536")
     parser.add_argument("--steps", type=command.at_least(2), default=8, help="the first step is not timed; default: 8")
     parser.add_argument("--output", type=Path, required=True, help="a directory for summary.json")
     args = parser.parse_args(argv)

@@ -135,8 +135,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
     parser.add_argument("--output", type=Path, help="a directory in which to write check_kernels.md")
     parser.add_argument("--kernels", choices=("portable", "hopper"), default="portable", help="default: portable")
-    parser.add_argument("--dims", type=int, nargs="+", default=(64, 128, 256), help="head dims (default: 64 128 256)")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens (default: 1 63 1000 4097)")
+    parser.add_argument(
+        "--dims", type=command.at_least(1), nargs="+", default=(64, 128, 256), help="head dims (default: 64 128 256)"
+    )
+    parser.add_argument(
+        "--lengths", type=command.at_least(1), nargs="+", default=LENGTHS, help="tokens (default: 1 63 1000 4097)"
+    )
     parser.add_argument("--alone", action="store_true", help="leave out SDPA, which a race checker would also report")
     parser.add_argument("--time", action="store_true", help="also measure the speed with 16 heads in bf16")
     args = parser.parse_args(argv)

@@ -196,7 +196,9 @@ def check(device: torch.device, seq_len: int, head_dim: int, precision: str = "i
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = command.new_parser(__doc__)
-    parser.add_argument("--seq-len", type=int, default=2051, help="tokens of the whole sequence (default: %(default)s)")
+    parser.add_argument(
+        "--seq-len", type=command.at_least(1), default=2051, help="tokens of the whole sequence (default: %(default)s)"
+    )
     parser.add_argument("--head-dim", type=command.at_least(1), default=128, help="default: %(default)s")
     parser.add_argument("--precision", choices=("ieee", "fp8"), default="ieee", help="default: %(default)s")
     return parser.parse_args(argv)

@@ -107,8 +107,8 @@ class Layer:
     def __post_init__(self) -> None:
         for name in ("seq_len", "heads", "kv_heads", "dim", "ranks", "ulysses", "batch", "window"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} = {value}: must be at least 1")
+            if value is not None and not 1 <= value < 2**31:
+                raise ValueError(f"{name} = {value}: must be at least 1 and below 2**31")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.kv_heads} key heads: the number must divide the {self.heads} query heads")
         if self.seq_len < self.ranks:

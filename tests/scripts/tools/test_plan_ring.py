@@ -56,6 +56,8 @@ INVALID = {
     "--heads 32 --kv-heads 5": "5 key heads: the number must divide the 32 query heads",
     "--heads 4 --kv-heads 0": "kv_heads = 0: must be at least 1",
     "--batch 0": "batch = 0: must be at least 1",
+    f"--batch {10**12}": "batch = 1000000000000: must be at least 1 and below 2**31",
+    f"--dim {10**30}": f"dim = {10**30}: must be at least 1 and below 2**31",
     "--ranks 0": "ranks = 0: must be at least 1",
     "--window 0": "window = 0: must be at least 1",
     "--length 3 --ranks 8": "3 tokens are too few for 8 ranks",
