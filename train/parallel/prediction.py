@@ -76,7 +76,7 @@ def model_flops(config: Config, vocab_size: int, shares: Shares = NO_DOCUMENTS) 
 
 def possible_shapes(config: Config, ranks: int) -> list[MeshShape]:
     """Return the meshes that suit the number of heads, the sequence length and the tokens per step."""
-    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    divisors = [n for n in range(1, min(ranks, MAX_PLANNED_RANKS) + 1) if ranks % n == 0]
     shapes = [MeshShape(ranks // (ring * u), ring, u) for ring in divisors for u in divisors if ranks % (ring * u) == 0]
     tokens, seq_len, batch_size = config.trainer.tokens_per_step, config.data.seq_len, config.trainer.batch_size
     return [

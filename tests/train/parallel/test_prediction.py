@@ -185,6 +185,7 @@ def test_meshes_suit_the_heads_and_the_length(machine):
     config = job("52m", 3)
     assert {shape.ulysses for shape in prediction.possible_shapes(config, 6)} == {1, 2}, "three does not divide eight heads"
     assert {shape.sequence for shape in prediction.possible_shapes(config, 6)} == {1, 2, 3}
+    assert {shape.sequence for shape in prediction.possible_shapes(config, 2**40)} == {1, 2}, "a huge number takes no time"
 
 
 def test_line_before_training(machine, monkeypatch):
