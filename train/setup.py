@@ -33,6 +33,7 @@ from ringattn.train.parallel.graphs import ModelGraphs, choose_graphs
 from ringattn.train.parallel.memory.capacity import Capacity, Needs
 from ringattn.train.parallel.memory.choice import choose_plan
 from ringattn.train.parallel.memory.chunks import chunk_blocks
+from ringattn.train.parallel.memory.estimate import inference_needs
 from ringattn.train.parallel.memory.host_updates import HostUpdates
 from ringattn.train.parallel.memory.pinned import run_with_cores
 from ringattn.train.parallel.memory.plan import MemoryPlan
@@ -268,12 +269,13 @@ def end_with_text(config: Config, data: TrainingData, mesh: Mesh, done: int = 0,
     return config
 
 
-def build_for_inference(config: Config, weights: Path) -> InferenceRun:
+def build_for_inference(config: Config, weights: Path, num_tokens: int = 0) -> InferenceRun:
     """Build the sharded model of a run and load its weights, without an optimizer and without any text.
 
     Args:
         config: the settings, which `config.check` must have accepted.
         weights: a checkpoint, or a folder with a Hugging Face model.
+        num_tokens: the number of tokens to generate, or 0 for an evaluation.
 
     Raises:
         ConfigError: on every rank, if the machine does not support the settings, or the weights do not fit.
@@ -284,6 +286,8 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
         tokenizer = tokenizer_of(config.data)
         changes = initial_weights.compare_settings(weights, config, tokenizer)
     mesh = choose_mesh(config, device, bf16)
+    with sync_errors():
+        Capacity.of(device).check(inference_needs(config, mesh.shape, tokenizer.vocab_size, bf16, num_tokens))
     set_timeout(mesh, config.parallel.timeout_s)
     with torch.device("meta"):
         model = GPT(config.model.for_length(config.data.seq_len), tokenizer.vocab_size)
@@ -296,18 +300,8 @@ def build_for_inference(config: Config, weights: Path) -> InferenceRun:
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     initial_weights.load(weights, model)
     log.info(f"{'weights':<12}from {weights}" + (f", which were trained with {changes}" if changes else ""))
-    return InferenceRun(
-        config=config,
-        device=device,
-        mesh=mesh,
-        tokenizer=tokenizer,
-        held_out=None,
-        kernel=kernel,
-        bf16=bf16,
-        compiled=compiled,
-        plan=plan,
-        model=model,
-    )
+    parts: dict[str, Any] = dict(config=config, device=device, mesh=mesh, tokenizer=tokenizer, kernel=kernel, bf16=bf16)
+    return InferenceRun(**parts, held_out=None, compiled=compiled, plan=plan, model=model)
 
 
 def choose_device(config: Config, training: bool = False) -> tuple[torch.device, bool, backends.Choice]:

@@ -49,7 +49,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, bound, is_valid in (
             ("prompt", "UTF-8", replace_invalid(self.prompt) == self.prompt),
-            ("tokens", "at least 1", self.tokens >= 1),
+            ("tokens", "at least 1 and below 2**31", 1 <= self.tokens < 2**31),
             ("temperature", "0, or finite and at least 1e-30", self.temperature == 0 or 1e-30 <= self.temperature < math.inf),
             ("top_p", "above 0 and at most 1", 0 < self.top_p <= 1),
             ("seed", "at least 0 and below 2**63", 0 <= self.seed < 2**63),
@@ -69,7 +69,7 @@ def run_command_line(arguments: list[str]) -> None:
     config = apply_overrides(model.config, overrides)
     with sync_errors():
         check(config, dist.get_world_size())
-    run = build_for_inference(config, model.path)
+    run = build_for_inference(config, model.path, options.tokens)
     prompt = run.tokenizer.encode(options.prompt).tolist()
     tokens = stream(run, prompt, options.tokens, options.temperature, options.top_p, options.seed)
     for text in chain(decode_stream(run.tokenizer, prompt, tokens), ["\n"]):

@@ -14,10 +14,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from ringattn.train import setup
 from ringattn.train.commands import evaluate, evaluate_needle, evaluate_recall, export, generate, prepare
 from ringattn.train.commands.arguments import apply_overrides, help_text, run_program
 from ringattn.train.commands.options import run_command, write_table_and_plot
 from ringattn.train.data.tokenizer import BytesTokenizer
+from ringattn.train.parallel.memory import capacity
 from ringattn.train.settings.config import Config, ConfigError
 from tests.train.hub_models import write_folder
 from tests.train.launch import ROOT, SMALL, launch_ranks, write_corpus
@@ -238,6 +240,7 @@ MISTAKES = {
     "wrong type of a setting": (generate, ["run=done", "trainer.compile=maybe"], ["trainer.compile", "maybe"]),
     "prompt that is not UTF-8": (generate, ["run=done", "prompt=a\udcff"], ["prompt=a", "UTF-8"]),
     "no tokens": (generate, ["run=done", "tokens=0"], ["tokens=0", "at least 1"]),
+    "many tokens": (generate, ["run=done", f"tokens={10**12}"], [f"tokens={10**12}", "below 2**31"]),
     "nan": (generate, ["run=done", "temperature=nan"], ["temperature=nan", "finite"]),
     "tiny temperature": (generate, ["run=done", "temperature=1e-300"], ["temperature=1e-300", "at least 1e-30"]),
     "no nucleus": (generate, ["run=done", "top_p=0"], ["top_p=0", "above 0"]),
@@ -276,6 +279,22 @@ def test_folder_that_cannot_be_written_is_reported_before_the_model_is_loaded(
     monkeypatch.setattr(module, "build_for_inference", build := Mock())
     assert run_script(evaluate, "run=done", f"evaluate={kind}", "output=outputs/done/metrics.jsonl/new", DEVICE) == 1
     assert "metrics.jsonl is not a writable folder; choose another folder with output=" in only_error()
+    assert not build.called
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "purpose"),
+    [(generate, ["tokens=1000000"], "keys and values"), (evaluate, ["evaluate=recall", "data.seq_len=1000000"], "activations")],
+    ids=["generate", "evaluate"],
+)
+def test_too_little_memory_is_reported_before_it_is_used(
+    module, arguments, purpose, finished, run_script, only_error, monkeypatch
+):
+    monkeypatch.setattr(capacity, "host_memory", lambda: 2.0**25)
+    monkeypatch.setattr(setup, "shard_model", build := Mock())
+    assert run_script(module, "run=done", *arguments, DEVICE) == 1
+    error = only_error()
+    assert re.search(rf"each rank would need about [\d.]+ GiB \({purpose} .*fewer tokens, a smaller model or batch", error)
     assert not build.called
 
 

@@ -165,6 +165,16 @@ def needs(
     return Needs(peak, _host_bytes(config, shape, vocab_size, bf16, plan))
 
 
+def inference_needs(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, num_tokens: int = 0) -> Needs:
+    """Return bytes that a rank certainly needs to generate `num_tokens` tokens, or with 0 tokens, to evaluate a batch."""
+    model, size, tokens = config.model, 2 if bf16 else 4, 0 if num_tokens else tokens_per_micro_step(config, shape)
+    parameters = other_parameters(model, vocab_size) + model.layers * block_parameters(model)
+    rows = sum(min(window or num_tokens, num_tokens) for window in model.windows) / shape.sequence
+    device = {"parameters": 4 * parameters / shape.ranks, "keys and values": size * rows * _attention_dims(model)[1]}
+    # The input of a block, and the int64 tokens, labels and positions
+    return Needs(device | {"activations": tokens * (size * model.dim + 24)}, {})
+
+
 def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
     model = config.model
     parameters = _host_parameters(model, vocab_size, bf16, plan) / shape.ranks

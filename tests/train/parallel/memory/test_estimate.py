@@ -40,6 +40,20 @@ def total(tokens: int, ranks: int, recomputed_blocks: int = 0) -> float:
     return sum(bytes_needed(LLAMA, tokens, ranks, recomputed_blocks=recomputed_blocks).values()) / GIB
 
 
+def test_inference_needs_memory_for_keys_or_activations():
+    """Layers with a window keep only its keys. An evaluation keeps no keys."""
+    model = replace(LLAMA, window=1000, layer_types=["full", "sliding"])
+    config = Config(model=model, data=DataConfig(seq_len=4096), trainer=TrainerConfig(batch_size=2))
+    shape = MeshShape(1, 4, 1)
+    generation, evaluation = (estimate.inference_needs(config, shape, 128_256, True, n).device for n in (50_000, 0))
+    assert generation["keys and values"] == 16 * (50_000 + 1000) / 4 * 2 * 2 * 8 * 128
+    assert (generation["activations"], evaluation["keys and values"]) == (0, 0)
+    assert evaluation["activations"] == 2 * 1024 * (2 * 4096 + 3 * 8)
+    with torch.device("meta"):
+        count = sum(x.numel() for x in GPT(model, 128_256).parameters() if x.ndim > 1)
+    assert generation["parameters"] == evaluation["parameters"] == 4 * count / 4
+
+
 def test_parameters_of_experts_are_counted():
     model = ModelConfig(layers=3, dim=64, heads=4, kv_heads=2, ffn_dim=96, experts=6, experts_per_token=2, tie_embeddings=False)
     with torch.device("meta"):
