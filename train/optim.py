@@ -194,8 +194,8 @@ def default_lr(num_parameters: int, qk_norm: bool, continued: bool) -> float:
     """Return the peak learning rate: 6e-4 for 124 million parameters, and at most 2e-3.
 
     Similar to GPT-3 (Brown et al. 2020, https://arxiv.org/abs/2005.14165, table 2.1), larger models have lower rates. With
-    `model.qk_norm`, the rate is 1.75 times higher, but at most 3e-3. Runs that start from trained weights use a tenth of the
-    rate. A larger learning rate would destroy trained weights.
+    `model.qk_norm`, the rate is 1.75 times as high, at most 3e-3. Runs that start from trained weights use a tenth of the rate.
+    A larger learning rate would destroy trained weights.
     """
     factor, highest = (1.75, 3e-3) if qk_norm else (1.0, 2e-3)
     rate = min(highest, factor * 6e-4 * (124e6 / num_parameters) ** 0.4)

@@ -49,7 +49,7 @@ def prefill(cache: KVCache, k: Tensor, v: Tensor, layout: Layout, group: dist.Pr
 
 
 def places(caches: Iterable[KVCache], position: Tensor) -> dict[int, Place]:
-    """Map the capacity of each unsharded cache to the `Place` of the token at `position`, int64 (1,)."""
+    """Map the capacity of each local cache to the `Place` of the token at `position`, int64 (1,)."""
     found = {}
     for size in {cache.capacity for cache in caches if cache.ranks == 1}:
         hi = (position + 1).clamp(max=size).int()[None]

@@ -118,9 +118,9 @@ def _loop_over_experts(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def balance_loss(routing: Tensor, tokens: Tensor, experts_per_token: int) -> Tensor:
     """Return this rank's part of the load-balancing loss of Switch Transformers (Fedus et al. 2021, arXiv:2101.03961).
 
-    The loss of a layer is E * sum_e f_e p_e. On all ranks together, the fraction f_e of the tokens chooses expert e. The mean
-    router probability of expert e is p_e. The sum of the returned values over all ranks is the mean loss of the layers. If all
-    experts have equally many tokens, the loss is `experts_per_token`.
+    The loss of a layer is E * sum_e f_e p_e. Over all ranks, the fraction f_e of the tokens chooses expert e. The mean router
+    probability of expert e is p_e. The sum of the returned values over all ranks is the mean loss of the layers. If all experts
+    have equally many tokens, the loss is `experts_per_token`.
 
     Args:
         routing: (layers, 2, E), the routing of this rank in every layer.

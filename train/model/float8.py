@@ -107,7 +107,7 @@ def _round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _multiply(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
-    """Return a @ b, divided by both scales. On GPUs, a must be contiguous by rows and b by columns.
+    """Return a @ b, divided by both scales. On GPUs, `a` must be contiguous by rows, and `b` by columns.
 
     With `fast`, the tensor cores add all terms of a sum with about 14 bits. Gradients of weights, which are sums over all
     tokens, need more bits.

@@ -87,9 +87,9 @@ class Block(nn.Module):
     def init_weights(self, generator: torch.Generator) -> None:
         """Initialise the weights as in GPT-2, with standard deviation 0.02, or 0.02 / sqrt(2 * layers) for residual outputs.
 
-        The FFN of the first layer has standard deviation 1 / sqrt(inputs), so its outputs are about 0.6. Otherwise, the
-        residual stream would stay near the embeddings' 0.02, and the norms of all layers would multiply gradients by up to 50.
-        Then even the smallest learning rates of the warmup would increase the loss.
+        The first layer's FFN weights have standard deviation 1 / sqrt(inputs), so its outputs are about 0.6. Otherwise, the
+        residual stream would stay near 0.02, like the embeddings, and the norms of all layers would multiply gradients by up to
+        50. Then even the smallest learning rates of the warmup would increase the loss.
         """
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         inner, outer = (self.config.dim**-0.5, self.config.resolved_ffn_dim**-0.5) if self.is_first else (0.02, residual)

@@ -21,8 +21,8 @@ def rope(positions: Tensor, settings: Rope) -> tuple[Tensor, Tensor]:
     """Return cos and sin of the rotary angles, fp32 (B or 1, N, 1, D / 2), for global `positions` (N,) or (B, N).
 
     The embedding rotates D dimensions. At position p, pair i of the D dimensions rotates by p * theta ** (-2 i / D). If
-    `factor` is set, the function `slowdown` scales each angle. Both results are multiplied by `attention_scale`. In fp32,
-    angles at position one million would be wrong by up to 0.06.
+    `factor` is set, the function `slowdown` scales each angle. Both results are multiplied by `attention_scale`. Angles in fp32
+    would be wrong by up to 0.06 at position one million.
     """
     dim = settings.dim
     frequency = settings.theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=positions.device) / dim)
