@@ -1,8 +1,8 @@
 """Stop a run cleanly, and prevent two processes from training in the same directory.
 
-A run stops on SIGTERM, SIGHUP or Ctrl-C, or at its time limit. The run then completes its step, saves a checkpoint and exits. A
-stop request also interrupts an evaluation, and a step between two of its micro-steps. The next launch resumes from the
-checkpoint, and repeats the interrupted work.
+A run stops on SIGTERM, SIGHUP or Ctrl-C, or at its time limit. The run then completes its step, saves a checkpoint and exits.
+However, an evaluation, or a step with several micro-steps, is interrupted. The next launch resumes from the checkpoint, and
+repeats the interrupted work.
 """
 
 import errno
@@ -36,7 +36,7 @@ REQUESTED = "{}: the run ends after this step or micro-step, and saves a checkpo
 
 
 def _launch_time() -> float:
-    """Return when torchrun started, or else this process, on the clock of `time.monotonic`."""
+    """Return the start time of torchrun, or else of this process, on the clock of `time.monotonic`."""
     process = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     try:
         # Field 22 of the file is the process's start time in clock ticks since boot.

@@ -78,7 +78,7 @@ def attention_inputs(config: Config, bf16: bool) -> tuple[Tensor, Tensor, Tensor
 
 
 def count_layers(model: ModelConfig, masks: Masks) -> dict[Mask, int]:
-    """Count the layers with each mask, divided by the greatest common divisor of the counts."""
+    """Count the layers with each mask, and divide the counts by their greatest common divisor."""
     counts = Counter(model.windows)
     return {masks[window]: count // gcd(*counts.values()) for window, count in counts.items()}
 
@@ -94,7 +94,7 @@ def choose_layout(config: Config, shape: MeshShape, masks: Masks) -> Layout:
 def attention(
     config: Config, mesh: Mesh, masks: Masks, layout: Layout, training: bool, recompute: bool = False
 ) -> "list[Attend]":
-    """Return one attention function per layer, which the ranks that share a sequence call together.
+    """Return one attention function per layer. The ranks that share a sequence call it together.
 
     Args:
         training: whether the functions are used in a training step.

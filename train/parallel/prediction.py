@@ -1,6 +1,6 @@
 """Predict the time of a training step on a mesh of GPUs, and choose the fastest mesh.
 
-`ringattn.planning` predicts attention, and `ringattn.train.parallel.timing` all other work.
+`ringattn.planning` predicts the time of attention, and `ringattn.train.parallel.timing` the remaining time.
 """
 
 from collections import Counter
@@ -41,8 +41,8 @@ def predict(
         config: the settings of the run. `trainer.tokens_per_step`, if set, determines the number of micro-steps.
         shape: the shape of the mesh, which may differ from the settings.
         machine: the ranks of the job.
-        shares: for each window of a layer, the allowed (query, key) pairs of a mean sequence, relative to a single document.
-            Other windows have the share 1.
+        shares: for each window of a layer, the allowed (query, key) pairs of an average sequence, relative to a single
+            document. Other windows have the share 1.
         plan: None for the plan that a run would choose.
     """
     plan = plan or choose_plan(config, shape, machine)[0]
@@ -105,8 +105,8 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
     shapes = possible_shapes(config, machine.ranks)
     if not shapes:
         raise ConfigError(
-            f"trainer.tokens_per_step={tokens} must be a multiple of {data.seq_len * trainer.batch_size} ({sequences}), or no "
-            f"mesh of {machine.ranks} ranks can have it: change one of them"
+            f"no mesh of {machine.ranks} ranks can have trainer.tokens_per_step={tokens}, which must be a multiple of "
+            f"{data.seq_len * trainer.batch_size} ({sequences}): change one of them"
         )
     plans = {shape: choose_plan(config, shape, machine) for shape in shapes}
     machine.capacity.check(min((needs for _, needs in plans.values()), key=machine.capacity.share))
@@ -117,7 +117,7 @@ def fastest_shape(config: Config, machine: Machine) -> MeshShape:
 
 
 def describe_step(config: Config, shape: MeshShape, machine: Machine, shares: Shares) -> str:
-    """Return the predicted time of a step, and meshes with a higher predicted speed. The meshes are the fastest with the same
+    """Return the predicted time of a step, and meshes with a higher predicted speed. These are the fastest mesh with the same
     number of data-parallel ranks, and the fastest with another number.
     """
     plans = {other: choose_plan(config, other, machine) for other in possible_shapes(config, machine.ranks)}

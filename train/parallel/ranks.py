@@ -19,7 +19,7 @@ from ringattn.train.settings.config import ConfigError
 
 log = logging.getLogger(__name__)
 
-# The timeout until `mesh.set_timeout`. Tokenising a corpus may take many minutes.
+# The timeout until `mesh.set_timeout` is called. Tokenising a corpus may take many minutes.
 START_TIMEOUT = timedelta(minutes=30)
 
 # torchrun starts its store before the ranks. If the store does not respond within TORCHRUN_TIMEOUT, torchrun has died.

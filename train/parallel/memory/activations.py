@@ -115,7 +115,7 @@ class HostActivations:
 
 
 def offload_blocks(blocks: Sequence[Any], count: int, host: HostActivations, attention_blocks: int = 0) -> None:
-    """Keep only the inputs and the attention results of the first `count` blocks, in host memory. Recompute all else.
+    """Keep the inputs and the attention results of the first `count` blocks in host memory. Recompute everything else.
 
     The first `attention_blocks` blocks also recompute attention. The argument `count` must be at least 1 and less than the
     number of blocks. Call this function after activation checkpointing has wrapped the other blocks.

@@ -111,7 +111,7 @@ def describe_bytes(needed: Bytes) -> str:
 def _error(needed: Bytes, usable: float, owner: str) -> InsufficientMemory:
     return InsufficientMemory(
         f"each rank would need about {describe_bytes(needed)}, but {owner} has {usable / GIB:.1f} usable: use "
-        "more ranks, a shorter data.seq_len, fewer tokens, a smaller model or batch, or leave out settings of memory, "
+        "more ranks, a shorter data.seq_len, fewer tokens, a smaller model or batch, or leave out the settings memory.*, "
         "trainer.background_saves=true and trainer.cuda_graphs=true"
     )
 

@@ -79,7 +79,7 @@ def tokens_per_micro_step(config: Config, shape: MeshShape) -> int:
 class PlanIndependent(NamedTuple):
     """Holds numbers that are the same for all memory plans."""
 
-    head_chunks: int  # in how many chunks of heads attention certainly runs
+    head_chunks: int  # the minimum number of head chunks in attention
     rotary_dims: int  # the elements per token of the cosines and sines of all layers
 
     @classmethod
@@ -100,7 +100,7 @@ def needs(
 ) -> Needs:
     """Estimate the peak of torch's allocator on a rank, and the rank's host memory, in bytes by purpose.
 
-    Memory peaks in the backward pass of the loss, a feed-forward network or attention, or in FSDP's last gradient reductions.
+    The peak occurs in a backward pass (of the loss, a feed-forward network or attention) or in FSDP's last gradient reductions.
     The estimate reads only shapes. Fragmentation and the receive buffers of attention are left out.
 
     Args:
@@ -145,7 +145,7 @@ def needs(
     loss = 3 * size * tokens * model.dim + 4 * head + chunk_bytes
     moments = [moment(loss, gathered + prefetched, tokens * saved.resident(layers) + shared)]
     parts = _feed_forward_bytes(config, shape, size, plan), _attention_bytes(config, shape, size, plan, common.head_chunks)
-    # Memory peaks at the first block, at the last block, or at a block where the memory plan changes.
+    # The peak occurs at the first block, at the last block, or at a block where the memory plan changes.
     changes = {layers - 1, plan.recomputed_blocks - 1, plan.offloaded_blocks, plan.offloaded_blocks - 1, 0}
     for index in changes & set(range(layers)):
         # The backward pass has already replaced the activations of later blocks by gradients.

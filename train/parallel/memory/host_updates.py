@@ -14,7 +14,7 @@ UpdateGroup = Callable[[int, Mapping[Tensor, Tensor]], None]
 class HostUpdates:
     """Runs the optimizer updates of parameters in host memory.
 
-    Before FSDP's gathers and `state_dict` read weights, they wait for the updates.
+    FSDP's gathers and `state_dict` wait for the updates before they read weights.
 
     Args:
         groups: the FSDP groups in host memory, in the order of the forward pass.
