@@ -212,7 +212,7 @@ def test_a_run_reports_the_packing_and_keeps_it(run_command_line, tmp_path, monk
     arguments = *SMALL, "data.path=text", "trainer.steps=2", "name=a"
     assert run_command_line(*arguments, "data.packing=best-fit") == 0
     output = capfd.readouterr().out
-    assert "documents   40 with 28 tokens in the median and at most 56, 0.0% are cut; 0.0% of the tokens" in output
+    assert "documents   40, with a median of 28 tokens and a maximum of 56; 0.0% are cut; 0.0% of the tokens" in output
     assert "% padding" in output
     assert Path("outputs/a/documents.png").exists()
     assert run_command_line(*arguments, "data.packing=best-fit", "trainer.steps=3") == 0

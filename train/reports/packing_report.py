@@ -1,4 +1,4 @@
-"""Report the lengths of documents, and the fraction of documents that packing into sequences cuts."""
+"""Report the lengths of documents, and the fraction of documents that are cut by packing."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +42,7 @@ def packing_facts(data: Text, mask_documents: bool) -> dict[str, float]:
 
 def describe_packing(facts: Mapping[str, float]) -> str:
     return (
-        f"{facts['documents']:,} with {facts['median_length']:,.0f} tokens in the median and at most {facts['longest']:,}, "
+        f"{facts['documents']:,}, with a median of {facts['median_length']:,.0f} tokens and a maximum of {facts['longest']:,}; "
         f"{facts['cut_documents']:.1%} are cut; {facts['tokens_after_cut']:.1%} of the tokens are in a sequence without the "
         f"beginning of their document; on average, a token can attend to {facts['context']:,.0f} earlier tokens"
     )

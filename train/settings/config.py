@@ -283,7 +283,7 @@ class DataConfig(Frozen):
     # tokens. The value "best-fit" cuts only documents with more than `seq_len` tokens, and needs little padding (Ding et al.
     # 2024). The held-out text is always a stream.
     packing: str = "stream"
-    # The seed of the random order of the documents, which changes with every epoch.
+    # The seed of the random order of the documents. Every epoch has another order.
     seed: int = 0
     # The number of sequences per group. The sequences of a group have a similar cost of attention, so data-parallel ranks are
     # equally busy. If None, a group contains the sequences of one micro-step. By default, a single data-parallel rank, a
@@ -398,7 +398,7 @@ class OptimConfig(Frozen):
     schedule: str = "cosine"
     # The number of steps in which the learning rate rises linearly. None: a tenth of `trainer.steps`.
     warmup_steps: int | None = None
-    # The fraction of all steps in which the "wsd" schedule lowers the learning rate at the end.
+    # The fraction of all steps, at the end of the run, in which "wsd" lowers the learning rate.
     decay_fraction: float = 0.2
     # The learning rate of the last step, divided by `lr`.
     min_lr_ratio: float = 0.1
@@ -929,7 +929,7 @@ def _check_mixture(config: Config) -> Iterator[str]:
             yield f"data.mix: {name}: weight={source.weight}: must be at least {MIN_SHARE} of the sum of the weights, {total}"
         if source.source in ("mix", "recall"):
             yield f"data.mix: {name}: source={source.source} is impossible in a mixture: choose another source"
-        # Do not report settings that all sources share as unused.
+        # Settings that all sources share are not reported as unused.
         shared = {
             f"data.{each}": getattr(DataConfig, each) for each in ("max_document_mb", "exhausted", "on_error", "num_proc")
         }

@@ -25,7 +25,7 @@ from ringattn.train.settings.token_budget import SOURCES
 
 
 def reset_unused(config: Config, given: set[str]) -> Config:
-    """Reset unused settings to their defaults, except settings of the command line.
+    """Reset unused settings to their defaults, except settings on the command line.
 
     If a setting of the command line has no effect, `config.check` raises an error.
     """

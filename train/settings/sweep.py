@@ -17,7 +17,7 @@ MAX_LENGTH = 100
 
 
 def is_job_of_sweep(directory: Path) -> bool:
-    """The parent directory of a job of a sweep contains multirun.yaml."""
+    """The parent directory of a sweep's job contains multirun.yaml."""
     return (directory.parent / "multirun.yaml").exists()
 
 

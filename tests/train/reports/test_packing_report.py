@@ -37,6 +37,6 @@ def test_best_fit_cuts_fewer_documents(tmp_path) -> None:
     assert facts["stream"]["cut_documents"] > 0.3
     assert facts["best"]["context"] > facts["stream"]["context"]
     assert best.padding < 0.01
-    assert describe_packing(facts["best"]).startswith("400 with 20 tokens in the median and at most 40, 0.0% are cut")
+    assert describe_packing(facts["best"]).startswith("400, with a median of 20 tokens and a maximum of 40; 0.0% are cut")
     plot_documents({"": stream, "other": best}, tmp_path / "documents.png")
     assert (tmp_path / "documents.png").stat().st_size > 10_000
