@@ -5,9 +5,10 @@
     python -m scripts.bench.decode --model 1.4b          # also generate tokens, next to Hugging Face transformers
     python -m scripts.bench.decode --model 1.4b --only - # only generate tokens
 
-All caches are bf16. A CUDA device is required. The result of an implementation is compared with float64 before it is timed.
+All caches are bf16. A CUDA device is required. Before an implementation is timed, its result is compared with a float64
+reference.
 
-Every case is measured in two ways. The graph time is the GPU time per call in replays of a CUDA graph of up to 32 layers. Every
+Every case is measured in two ways. The graph time is the GPU time per call in a replayed CUDA graph of up to 32 layers. Every
 layer reads its own KV cache, so the L2 cache does not contain the keys. The eager time is the wall time of the same calls from
 Python. All implementations of a case are timed in turn in several rounds. There are no pauses between calls, so that the GPU
 does not cool down. The table contains medians over all rounds except the first. The rate in GB/s counts all keys and values

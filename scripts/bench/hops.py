@@ -11,7 +11,7 @@ A CUDA device is required. The times contain attention and the merge of states, 
 - A ring pass has as many hops as ranks. In the last hop of the KV ring, the attention kernel also divides o by l. In the state
   ring, one kernel merges the states of up to three other ranks and divides o by l.
 
-Before anything is timed, the outputs are compared with float64. The script times all calls in the same way as
+Before the timing, the outputs are compared with a float64 reference. The script times all calls in the same way as
 `scripts.bench.kernels`, and prints a table.
 """
 
@@ -82,7 +82,7 @@ class Problem:
         return dict(zip((*HOPS, *PASSES), (*hops, self.kv_pass, self.state_pass), strict=True))
 
     def check(self) -> None:
-        """Compare the first head with float64.
+        """Compare the first head with a float64 reference.
 
         Raises:
             SystemExit: an error exceeds the tolerance.

@@ -1,4 +1,4 @@
-"""Measure the speed and the memory of the preparation of a text, and compare them with `datasets.map`.
+"""Measure the speed and the memory of preparing a text, and compare them with `datasets.map`.
 
     python -m scripts.bench.preparation --gb 1 --processes 1 8 16                    the speed
     python -m scripts.bench.preparation --gb 0.3 3 30 --processes 16 --only ours     the resident memory by size

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=1 -m scripts.bench.transformers_training --model gemma-3-4b --seq-len 65536 --output outputs/flex
 
-The model has the settings of a file in configs/model and random weights. For speed, this baseline keeps weights and AdamW state
+The model has random weights and the settings of a file in configs/model. For speed, this baseline keeps weights and AdamW state
 in bf16. The baseline also computes the loss in chunks, and compiles every layer. The experts of gpt-oss use the grouped
 products of transformers. Every layer is recomputed in the backward pass, because the activations of long sequences do not fit
 into memory. The script trains on random tokens, and writes summary.json in the format of `train/run.py`.

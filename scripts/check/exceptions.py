@@ -8,8 +8,8 @@ state ring, the KV ring, Ulysses and decoding, forward and backward. There are f
 
     no exception        the results must be exact
     same kernel         the same kernel raises an exception on all ranks; the next call must be exact
-    different kernels   some kernel raises an exception on all ranks; the next call must be exact, except that with gloo and
-                        NCCL, every rank may instead raise the following error
+    different kernels   some kernel raises an exception on all ranks; the next call must be exact, but with gloo and NCCL,
+                        every rank may instead raise a `RingFault`
     some ranks          only some ranks raise an exception; every rank must then raise a `RingFault` that names such a rank
 
 Calls that end in a `RingFault` take several seconds, so the option `--faults` limits their number.

@@ -1,4 +1,4 @@
-"""Compare training of a model of Hugging Face on rings with the same training in one process.
+"""Compare the training of a Hugging Face model on rings with the same training in one process.
 
     torchrun --nproc_per_node=8 -m scripts.check.parity                    # a tiny model with random weights
     torchrun --nproc_per_node=8 -m scripts.check.parity --model FOLDER     # a model of your own, in fp32

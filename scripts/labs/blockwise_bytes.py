@@ -31,7 +31,7 @@ class Loads:
         self._loaded: list[tuple[Any, ...]] = []  # the address and the shape of each operand of the previous tile
 
     def add(self, operands: list[Tensor]) -> None:
-        """Add the bytes of new operands, of which the first is the tile of queries."""
+        """Add the bytes of new operands. The first operand is the tile of queries."""
         tiles = [(x.data_ptr(), x.shape) for x in operands]
         if self._loaded[:1] != tiles[:1]:
             self._loaded = [()] * len(tiles)

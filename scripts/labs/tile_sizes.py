@@ -65,8 +65,8 @@ def measure_blockwise(tile: TileSize, traffic: int, inputs: list[Tensor]) -> Poi
 
 @contextmanager
 def compiled_kernels(tile: TileSize) -> Generator[list[Any]]:
-    """Return a context manager that sets the tile size of the Triton kernels. The context manager yields a list to which each
-    launch adds its compiled forward kernel.
+    """Return a context manager that sets the tile size of the Triton kernels. The context manager yields a list. Each launch
+    adds its compiled forward kernel to the list.
     """
     from ringattn.kernels.triton import common as triton_common
     from ringattn.kernels.triton import forward as triton_forward

@@ -165,7 +165,7 @@ class _Observer:
             state = _attend(block[0], k, v, pairs[local_step].intervals, self.problem.scale, self.tile, observe)
             if traced and into is None:
                 self.partial_m = state.m
-            # A merge into an empty state changes nothing, and is not an event.
+            # Merging into an empty state changes nothing, so no event is recorded.
             return state if into is None else dispatch.merge_states(into, [(0, state)])
 
         def merge(a: Tensors, b: Tensors) -> Tensors:

@@ -5,8 +5,8 @@
 
 For each number of GPUs, the script prints the mesh (data parallel, ring, Ulysses) with the highest predicted tokens/s. The
 script also prints the memory plan, the memory, the seconds per step and the MFU. If the fastest mesh trains several sequences
-per step, the script also prints the fastest mesh with one sequence. If no mesh fits into memory, the script prints a sufficient
-number of GPUs, length or host memory. The same code chooses the memory plan of a run (`train/parallel/memory`).
+per step, the script also prints the fastest mesh with one sequence. If no mesh fits into memory, the script prints how many
+GPUs, tokens or GiB of host memory would suffice. The same code chooses the memory plan of a run (`train/parallel/memory`).
 
 All figures are predictions for bf16 with torch.compile, for sequences of one document. They follow from these measurements:
 
