@@ -93,7 +93,7 @@ def assert_close(got: list[Tensor], expected: list[Tensor], tolerance: float) ->
 
 
 def documents(seq_len: int) -> list[int]:
-    """Lengths of documents: one token at both ends and in the middle, and one document that spans many shards."""
+    """Lengths of documents: single tokens at both ends and in the middle, and one document that spans many shards."""
     half = seq_len // 2
     return [1, half, 1, seq_len - half - 3, 1]
 
@@ -112,7 +112,7 @@ def masks(seq_len: int) -> dict[str, Mask]:
 
 
 def prefix_intervals(seq_len: int) -> tuple[Tensor, Tensor]:
-    """A causal mask, but the first third attends to itself whole, and the last third only to the second half."""
+    """A causal mask, except that the first third attends to all of itself, and the last third only to the second half."""
     positions = torch.arange(seq_len)
     third = seq_len // 3
     return torch.where(positions < seq_len - third, 0, seq_len // 2), (positions + 1).clamp(min=third)

@@ -15,7 +15,7 @@ from tests.ringattn.test_torch_attention import check
 
 
 def main() -> None:
-    """Samples without dropout equal torch. The mean of samples with dropout is that without, within six deviations."""
+    """Without dropout, results equal torch's. With dropout, their mean equals the result without, within six deviations."""
     compared, rejected = 0, 0
     for sample in OPINFO.sample_inputs("cpu", torch.float64):
         tensors, options = (sample.input, *sample.args), sample.kwargs

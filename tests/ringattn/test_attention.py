@@ -20,7 +20,7 @@ def call(**changes: object) -> torch.Tensor:
     return ring_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
 
 
-# By name of the mistake: the changed arguments, and what the message says of them.
+# For each mistake: the changed arguments, and a part of the message.
 INVALID = {
     "ring-of-another-size": ({"layout": Layout.contiguous(8, 2)}, "for 2 ranks but the group has 1 .*this process alone"),
     "tokens-of-another-shard": (
@@ -67,7 +67,7 @@ def test_invalid_arguments_raise_an_error(changes: dict, message: str) -> None:
 
 
 def test_autocast_casts_the_inputs() -> None:
-    """As torch's own attention does; fp64 stays fp64."""
+    """Casts equal those of torch's attention. fp64 stays fp64."""
     inputs = {name: getattr(Case.random(seq_len=8), name).float() for name in "qkv"}
     expected = call(**{name: x.bfloat16() for name, x in inputs.items()})
     with torch.autocast("cpu", torch.bfloat16):

@@ -100,7 +100,7 @@ def test_selective_checkpointing_saves_the_output(saved: bool, monkeypatch: pyte
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["automatic", "dynamic"])
 def test_a_new_number_of_documents_needs_no_compilation(dynamic: bool | None) -> None:
-    """Eleven numbers of documents are compiled at most twice: once as a constant, and once as a variable."""
+    """Calls with eleven numbers of documents compile at most twice: with a constant, and with a variable number."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _) -> torch.nn.Module:
@@ -157,7 +157,7 @@ def test_meta_tensors_yield_shapes(call: Callable) -> None:
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["fake-only", "mixed"])
 def test_fake_tensors(mixed: bool) -> None:
-    """Fake tensors serve estimates of memory. They must not remain in caches that real calls use afterwards."""
+    """Memory estimates use fake tensors, which must not remain in caches that real calls use afterwards."""
     layout, mask = Layout.assigned([0, 0], 7, 12, 1), Mask.causal(window=11, documents=[5, 7])
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

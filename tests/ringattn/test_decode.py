@@ -88,7 +88,7 @@ def test_fp32_error_does_not_grow_with_the_ranks() -> None:
 
 
 def test_triton_kernel(device: torch.device) -> None:
-    """The kernel that GPUs use, by Triton's interpreter on a CPU."""
+    """Triton's interpreter runs the GPU kernel on a CPU."""
     case = Case.random(seq_len=70, heads=4, key_heads=2, dim=16, value_dim=16)
     expected = case.unsharded(Mask.causal(window=50))[0][:, 68:]
     single = case.to(torch.float32).to(device)
@@ -235,7 +235,7 @@ def test_a_truncated_cache_equals_a_new_one(kind: str, prompt: int, ranks: int, 
 
 
 def test_tokens_after_truncation_go_to_the_rank_with_fewest() -> None:
-    """A block of tokens that was interrupted by truncation is not continued on its rank."""
+    """After truncation, a rank does not continue an unfinished block of tokens."""
     caches = [KVCache(20, rank, 2, block=4) for rank in range(2)]
     for cache in caches:
         cache.append(*torch.zeros(2, 1, 9, 1, 4))
@@ -349,7 +349,7 @@ def decode_on_rank_1_of_2() -> torch.Tensor:
     return decode_attention(X, cache)
 
 
-# By the mistake: a function that makes it, and what the message says of it.
+# For each mistake: a function that makes it, and a part of the message.
 INVALID = {
     "no-capacity": (lambda: KVCache(0), "capacity=0: .*integer of at least 1"),
     "fractional-capacity": (lambda: KVCache(10.5), "capacity=10.5: .*integer"),

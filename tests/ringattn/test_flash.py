@@ -55,7 +55,7 @@ def dense_mask(mask: Mask, num_queries: int, num_keys: int) -> Tensor:
 @pytest.mark.parametrize("rows", [(9, 9), (3, 9), (9, 3), (1, 12)], ids=lambda n: f"{n[0]}x{n[1]}")
 @pytest.mark.parametrize("mask", [Mask.full(), Mask.causal(), Mask.causal(window=4), Mask.full(window=3)], ids=str)
 def test_masks_and_lengths(mask: Mask, rows: tuple[int, int], backend: str) -> None:
-    """Queries may be fewer or more than keys."""
+    """There may be fewer or more queries than keys."""
     allowed = dense_mask(mask, *rows)
     assert_equal_results(
         lambda *x: flash_attention(*x, mask=mask, backend=backend), lambda *x: dense_attention(*x, allowed), inputs(*rows)
@@ -74,7 +74,7 @@ def test_the_last_query_has_the_position_of_the_last_key() -> None:
 
 
 def test_results_equal_those_of_torch() -> None:
-    """The call replaces torch.nn.functional.scaled_dot_product_attention, with other order of dimensions."""
+    """The call replaces torch.nn.functional.scaled_dot_product_attention, with another order of dimensions."""
     q, k, v = inputs(11, 11, key_heads=4)
     transposed = (x.transpose(1, 2) for x in (q, k, v))
     expected = torch.nn.functional.scaled_dot_product_attention(*transposed, is_causal=True).transpose(1, 2)
@@ -300,7 +300,7 @@ def test_invalid_arguments_raise_an_error(changes: dict, message: str) -> None:
 
 
 def test_autocast_casts_the_inputs() -> None:
-    """As torch's own attention does; fp64 stays fp64."""
+    """Casts equal those of torch's attention. fp64 stays fp64."""
     q, k, v = inputs(7, 9, dtype=torch.float32)
     expected = flash_attention(*(x.bfloat16() for x in (q, k, v)), is_causal=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -355,7 +355,7 @@ def test_tensors_with_heads_before_tokens_are_pointed_out(query: tuple[int, ...]
 
 
 def test_dropout_of_the_last_queries() -> None:
-    """Which entries are dropped depends on the position of a query in the whole sequence."""
+    """The dropped entries depend on the position of a query in the whole sequence."""
     q, k, v = inputs(40, 40)
     options = dict(is_causal=True, dropout_p=0.3, seed=5)
     whole = flash_attention(q, k, v, **options)

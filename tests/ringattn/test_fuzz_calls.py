@@ -562,7 +562,7 @@ HOSTILE_OPTIONS = {"scale": "0.5", "dropout_p": 2, "seed": 1.5, "window": "3", "
 
 @st.composite
 def examples(draw: st.DrawFn) -> dict:
-    """Draw an operation, its options on rank 0, and what rank 1 does otherwise."""
+    """Draw an operation, its options on rank 0, and the differences on rank 1."""
     operation = draw(st.sampled_from(list(OPERATIONS)))
     options = {name: draw(st.sampled_from(values)) for name, values in OPERATIONS[operation].items()}
     example = dict(operation=operation, options=options, other={}, is_first=draw(st.booleans()), expected="right")

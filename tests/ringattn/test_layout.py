@@ -105,7 +105,7 @@ def test_a_ulysses_group_holds_a_shard_of_the_ring(kind: str, seq_len: int) -> N
         assert torch.equal(of_group, whole.positions(rank))
 
 
-# By the mistake: a function that makes it, and what the message says of it.
+# For each mistake: a function that makes it, and a part of the message.
 INVALID = {
     "unknown-kind": (lambda: Layout("spiral", 8, 2), "'spiral'.*contiguous, zigzag, striped"),
     "no-owners-in-name": (lambda: Layout("assigned-2", 8, 2), "'assigned-2'.*assigned-<rows>:<rank>,<rank>"),
@@ -126,7 +126,7 @@ INVALID = {
     "positions-of-a-list": (lambda: Layout.zigzag(8, 2).positions([0]), r"rank=\[0\]: "),
     "positions-of-another-rank": (lambda: Layout.zigzag(8, 2).positions(2), "rank=2: .*from 0 to 1"),
     "rows-of-another-rank": (lambda: Layout.zigzag(8, 2).rows(2), "rank=2: .*from 0 to 1"),
-    # 8.0 == 8 has the same hash, so a cache could return the results of one for the other.
+    # 8.0 equals 8, so a cache could return the results of one for the other.
     "float-length": (lambda: Layout.zigzag(8.0, 2), "8.0.*integer"),
     "text-ranks": (lambda: Layout.zigzag(8, "2"), "integer"),
     "short-tensor": (lambda: Layout.zigzag(8, 2).shard(torch.zeros(1, 7), 0), "dimension 1 .* 7 .* 8"),

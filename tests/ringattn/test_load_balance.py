@@ -33,7 +33,7 @@ def excess(x: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("ranks", [4, 8])
 def test_work_of_packed_documents_is_within_5_percent_of_the_mean(ranks: int) -> None:
-    """In tiles of queries, in tiles of keys, and in (query, key) pairs, for sixty random packings."""
+    """Work is counted in tiles of queries, tiles of keys, and (query, key) pairs, for sixty random packings."""
     for seed in range(60):
         mask = Mask.causal(documents=packing(seed))
         layout = balanced_layout(mask, S, ranks)
@@ -69,7 +69,7 @@ def test_one_rank_needs_no_count_of_the_work(monkeypatch: pytest.MonkeyPatch) ->
 def test_work_counts_every_tile_with_a_visible_pair(
     documents: list[int], ranks: int, kind: str, is_causal: bool, window: int | None
 ) -> None:
-    """Compared with a dense mask. On several ranks, kernels may also compute tiles between two visible ones."""
+    """The count equals that of a dense mask. On several ranks, kernels may also compute tiles between visible ones."""
     seq_len = sum(documents)
     mask, layout = Mask(is_causal, window, (tuple(documents),)), Layout(kind, seq_len, ranks)
     allowed = interval_mask.dense(*mask.intervals(seq_len), seq_len)[0]

@@ -117,7 +117,7 @@ def test_intervals_must_fill_the_sequence() -> None:
 
 @pytest.mark.parametrize("num_queries", [1, 2, 5, 6])
 def test_fewer_queries_are_the_last_ones(num_queries: int) -> None:
-    """Three documents, of which the queries see only the last ones."""
+    """There are three documents. The queries see only the last ones."""
     mask = Mask.causal(window=2, documents=[3, 1, 2])
     lo, hi = (x[:, -num_queries:] for x in mask.intervals(6))
     assert torch.equal(torch.cat(mask.intervals(6, num_queries)), torch.cat((lo, hi)))
@@ -245,7 +245,7 @@ def test_documents_must_fill_the_sequence(method: str) -> None:
 
 
 def test_a_caller_may_modify_the_intervals() -> None:
-    """The returned tensors are not those of a cache."""
+    """The returned tensors are not in a cache."""
     _, hi = Mask.causal().intervals(7)
     hi.fill_(7)
     assert Mask.causal().intervals(7)[1].tolist() == [list(range(1, 8))]

@@ -47,7 +47,7 @@ class Model(NamedTuple):
     sinks: str = ""
 
 
-# All different rows without a bias, which ringattn does not have. A causal mask limits every window to (left, 0).
+# All different rows without a bias, which ringattn does not support. A causal mask limits every window to (left, 0).
 FULL, CAUSAL = (None, None), (None, 0)
 MODELS = {
     "cp_1_0": Model(12, 12, 128, 128, CAUSAL),
@@ -146,7 +146,7 @@ def check(shape: tuple[int, int], kind: str, heads: str, dims: tuple[int, int], 
 
 @every_pair(shape=[shape for shape in SHAPES if max(shape) <= 256], kind=MASKS, heads=HEADS)
 def test_short_cases_of_flash_attention(shape: tuple[int, int], kind: str, heads: str) -> None:
-    """Small head dims, which the mask does not depend on."""
+    """Head dims are small, because masks do not depend on them."""
     check(shape, kind, heads, (8, 5), torch.float64, "cpu")
 
 
@@ -191,7 +191,7 @@ def on_ring(kind: str, mask: Mask, inputs: list[Tensor], dout: Tensor, scale: fl
 
 
 def packed_lengths(seq_len: int, ranks: int) -> list[int]:
-    """Draw the lengths of two documents of at most half of `seq_len` tokens, which are padded, and of the padding."""
+    """Draw the lengths of two padded documents of at most half of `seq_len` tokens, and of their padding."""
     lengths = torch.randint(1, seq_len // 2 + 1, (2,), generator=torch.Generator().manual_seed(ranks)).tolist()
     padding = [-length % (2 * ranks) for length in lengths]
     parts = [lengths[0], padding[0], lengths[1], padding[1], seq_len - sum(lengths) - sum(padding)]

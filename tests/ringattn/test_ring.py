@@ -83,7 +83,7 @@ QUICK_TRITON = {("zigzag", "causal", "state"), ("striped", "window", "kv")}
     ],
 )
 def test_triton_kernels_on_a_ring(layout: str, mask: str, schedule: str, device: torch.device) -> None:
-    """The kernels that GPUs use, by Triton's interpreter on a CPU."""
+    """Triton's interpreter runs the GPU kernels on a CPU."""
     case = Case.random(seq_len=50, heads=2, key_heads=1, dim=16, value_dim=16)
     mask = masks(50)[mask]
     on_device = case.to(torch.float32).to(device)
@@ -104,7 +104,7 @@ def test_batch_entries_with_their_own_documents(layout: str, schedule: str, rout
 @pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("mask", "schedule", "route"), pairs(mask=("causal", "full"), schedule=SCHEDULES, route=ROUTES))
 def test_error_does_not_grow_with_the_ring(mask: str, schedule: str, route: str, ranks: int) -> None:
-    """The fp32 error relative to fp64, over the whole tensor, is on many ranks at most 1.2 times that on one rank."""
+    """On many ranks, the fp32 error of the whole tensor relative to fp64 is at most 1.2 times that on one rank."""
     case, mask = Case.random(seq_len=1024, dim=32, value_dim=32), masks(1024)[mask]
     exact = case.unsharded(mask, backend="blockwise")
     errors = {}
@@ -116,7 +116,7 @@ def test_error_does_not_grow_with_the_ring(mask: str, schedule: str, route: str,
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_partial_results_of_16_bit_inputs_are_not_rounded(schedule: str) -> None:
-    """The bf16 error does not grow with the ring, because partial results travel in fp32."""
+    """The bf16 error does not grow with the ring, because partial results are sent in fp32."""
     case = Case.random(seq_len=256, dtype=torch.bfloat16)
     exact = case.to(torch.float64).unsharded(Mask.causal())
     errors = {}
@@ -172,7 +172,7 @@ def test_head_chunks_give_the_same_result(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_requested_schedule_runs_in_both_directions(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result does not tell which operand circulated, so this test looks at the passes that run."""
+    """The result does not show which operand circulated, so this test records the passes that run."""
     passes = []
     for name in ("_forward_state", "_forward_kv", "_backward_state", "_backward_kv"):
         run = getattr(Ring, name)

@@ -65,7 +65,7 @@ def first_part(pairs: torch.Tensor) -> int:
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 8))
 @settings(max_examples=150)
 def test_plans_from_documents_equal_the_dense_mask(seed: int, seq_len: int, ranks: int) -> None:
-    """The overlaps, the split points and the local intervals of masks and layouts of all kinds."""
+    """Compare overlaps, split points and local intervals for masks and layouts of all kinds."""
     check_plans(*random_problem(seed, seq_len, ranks))
 
 
@@ -114,7 +114,7 @@ def test_runs_cover_all_rows(seed: int, seq_len: int, ranks: int) -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 60), st.integers(1, 8))
 def test_rows_before_positions(seed: int, seq_len: int, ranks: int) -> None:
-    """Compared with a binary search in the positions of every rank."""
+    """The counts equal a binary search in the positions of every rank."""
     (_, layout), positions = random_problem(seed, seq_len, ranks), np.arange(seq_len + 1)
     before = RowsBefore(layout, positions)
     for rank in range(layout.ranks):

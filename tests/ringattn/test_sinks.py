@@ -105,7 +105,7 @@ def test_sinks_with_ulysses(recompute: bool) -> None:
 @pytest.mark.parametrize("num_queries", [12, 3])
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
 def test_sinks_on_one_device(backend: str, num_queries: int) -> None:
-    """Also with fewer queries than keys."""
+    """There may be fewer queries than keys."""
     case, mask = Case.random(12, batch=2, heads=HEADS, key_heads=KEY_HEADS), Mask.causal(window=5)
     last = [x[:, -num_queries:] for x in (case.q, case.dout, case.dlse)]
     tensors = last[0], case.k, case.v, SINKS, *last[1:]
@@ -115,7 +115,7 @@ def test_sinks_on_one_device(backend: str, num_queries: int) -> None:
 
 
 def test_queries_without_keys_attend_only_to_the_sink() -> None:
-    """The output is 0, and lse is the sink. All gradients are finite, and those of lse belong to the sink."""
+    """The output is 0, and lse is the sink. All gradients are finite, and lse's gradients go to the sink."""
     q, k, v = (x.requires_grad_() for x in torch.randn(3, 1, 4, HEADS, 8, dtype=torch.float64))
     sinks = SINKS.clone().requires_grad_()
     mask = Mask.from_intervals([0, 0, 0, 0], [0, 0, 2, 4])
@@ -148,7 +148,7 @@ def test_sinks_in_decoding(ranks: int, window: int | None) -> None:
 
 
 def test_sinks_with_a_paged_cache_and_without_alternate_in_calls() -> None:
-    """The function that decoding prepares in advance belongs to one kind of call."""
+    """The function that decoding prepares in advance serves only one kind of call."""
     case = Case.random(12, heads=HEADS, key_heads=KEY_HEADS)
     cache = PagedKVCache(1, 1, 64)
     cache.append(case.k, case.v)

@@ -58,7 +58,7 @@ def test_a_call_lists_everything_that_ranks_must_agree_on() -> None:
 
 
 def test_count_pairs() -> None:
-    """Batch entries with the same documents count the same, and queries may be the last ones of the sequence."""
+    """Batch entries with equal documents have equal counts. The queries may be only the last ones of the sequence."""
     layout = Layout.contiguous(6, 1)
     causal = create(Mask.causal(), layout)
     assert causal.count_pairs(3) == 3 * 21

@@ -38,7 +38,7 @@ def random(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 @pytest.mark.slow
 def test_the_samples_of_torch() -> None:
-    """This is a program of its own, because torch's module of samples changes global settings of torch."""
+    """The samples run in another process, because torch's module of samples changes global settings of torch."""
     subprocess.run([sys.executable, "-m", "tests.ringattn.sdpa_samples"], cwd=ROOT, check=True, timeout=200)
 
 
@@ -54,7 +54,7 @@ def test_the_samples_of_torch() -> None:
     ids=str,
 )
 def test_grouped_query_attention(shapes: tuple, is_causal: bool) -> None:
-    """With more queries than keys, with three and with five dims, and with leading dims of 1."""
+    """There are more queries than keys, three or five dims, and leading dims of 1."""
     check(*random(*shapes), is_causal=is_causal, enable_gqa=True, scale=0.3)
 
 

@@ -115,10 +115,11 @@ def check_mesh(ulysses: int, quick: bool = True) -> None:
 
     for schedule in ("state", "kv"):
         check(schedule=schedule)
-    # With this threshold, some ranks of the ring alone would choose two chunks and others one, but all must choose the same.
+    # With this threshold, some ranks of the ring would by themselves choose two chunks, and others one. All must choose the
+    # same.
     ulysses_degree.MIN_CHUNK_ROWS = 2 * HEADS["grouped"][0] // ulysses * (33 // ring + 1) // 2
     check()
-    # As many chunks as a rank has key heads, each with a ring pass of its own.
+    # Each key head of a rank is a chunk with a ring pass of its own.
     ulysses_degree.MIN_CHUNK_ROWS = 1
     for recompute in (False, True):
         check(recompute_all_to_all=recompute)

@@ -1,8 +1,8 @@
-"""The GPUs of one host for tests without a GPU: memory of this process, and streams that are threads.
+"""Fake GPUs of one host: their memory is in this process, and their streams are threads.
 
 The kernels of a rank run in the rank's own thread, which plays the role of the main stream. Side streams run their queues in
 threads of their own, with random delays. Every order of copies and kernels that flags and events allow may therefore occur. An
-order that they should not allow shows as wrong numbers, or as a test that never ends.
+order that must not occur causes wrong numbers, or a test that never ends.
 """
 
 import ctypes
@@ -77,7 +77,7 @@ class Stream:
 
 
 class Event:
-    """An event that occurs when a stream reaches it. Every time that it is recorded it gets a new number."""
+    """An event that occurs when a stream reaches it. Each recording gives it a new number."""
 
     numbers = itertools.count()
 
@@ -111,7 +111,7 @@ class Driver:
 
     @staticmethod
     def set_flags(addresses: list[int], stream: int) -> None:
-        """Set flags to 1. A flag that is set already is a fault, because its last message was not read."""
+        """Set flags to 1. Setting a flag twice is a fault, because its last message was not read."""
 
         host = Stream.streams[stream].host
 
@@ -144,7 +144,7 @@ class Driver:
 
 
 class Host:
-    """What the ranks of one host have in common: the memory that they share, and a barrier."""
+    """The shared memory and the barrier of the ranks of one host."""
 
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks)
@@ -179,7 +179,7 @@ class ProcessEnded(BaseException):
 
 
 class FakeWatchdog(Watchdog):
-    """A watchdog that ends the waits of all ranks for flags, and not the process."""
+    """A watchdog that ends all ranks' waits for flags, but not the process."""
 
     def __init__(self, host: Host, rank: int) -> None:
         self.host = host
@@ -214,10 +214,10 @@ class FakeNvlinkTransport(NvlinkTransport):
 
 
 def every_message_waits_for_an_event(log: list[str]) -> bool:
-    """Whether in the log of a side stream the copies of each message, which ends with its flags, follow a wait for a new event.
+    """Whether each message in the log of a side stream waits for a new event before its copies. Flags end a message.
 
-    Kernels of the fake host have finished when they return. On a GPU they may still be running, and the event tells when their
-    results may be copied.
+    Kernels of the fake host have finished when they return. On a GPU, kernels may still be running, so copies must wait for the
+    event.
     """
     waited, latest = False, -1
     for before, name in itertools.pairwise(["", *log]):

@@ -63,7 +63,7 @@ def attend_lse(**options) -> None:
     (sum(x.sum() for x in out) if isinstance(out, tuple) else out.sum()).backward()
 
 
-# For each kind of difference: the call of all ranks but one, the call of the last rank, and what the message must name.
+# For each kind of difference: the call of all ranks except the last, the call of the last rank, and a part of the message.
 DIFFERENCES: dict[str, tuple[Callable, Callable, str]] = {
     "mask": (attend, lambda: attend(mask=Mask.full()), "is_causal"),
     "window": (attend, lambda: attend(mask=Mask.causal(window=5)), "window = "),
@@ -126,7 +126,7 @@ DIFFERENCES: dict[str, tuple[Callable, Callable, str]] = {
 
 
 def make_different_calls(kind: str, directory: Path, interval: float) -> None:
-    """Make the same call on all ranks and then the different ones. The watchdog must end this process."""
+    """Make equal calls on all ranks, and then different calls. The watchdog must end this process."""
     watchdog.HEARTBEAT_INTERVAL = interval
     rank = dist.get_rank()
     os.dup2(os.open(directory / f"stderr_of_rank_{rank}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
@@ -204,7 +204,9 @@ def test_a_difference_in_the_length_of_a_cache_is_described() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1000])
 def test_a_difference_that_both_logs_have_forgotten_is_reported(ahead: int) -> None:
-    """The fingerprints contain all calls. With `ahead`, a rank is so far ahead that no newest call is known to both ranks."""
+    """The fingerprints contain all calls. With `ahead`, a rank is so far ahead that the newest calls of both ranks do not
+    overlap.
+    """
     logs = CallLog(), CallLog()
     for log, extra in zip(logs, (0, ahead), strict=True):
         log.record(("x", 0), lambda: {"window": 5})
@@ -233,7 +235,7 @@ def test_a_mask_that_is_created_in_every_call_is_described_once() -> None:
 
 
 def test_a_log_is_bounded() -> None:
-    """Packed documents bring new settings in every step. The oldest are forgotten."""
+    """Packed documents bring new settings in every step. The oldest settings are forgotten."""
     log = CallLog()
     for step in range(1000):
         log.record((step,), lambda step=step: {"documents": shorten([step] * 1000)})

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 def test_no_group_is_a_ring_of_one_rank() -> None:
-    """The public calls pass None for this process alone, and its name is empty."""
+    """For this process alone, public calls pass the group None, whose name is empty."""
     assert rank_and_size(None) == (0, 1)
     assert isinstance(connect.connect("", CPU), SingleRankTransport)
 
@@ -59,13 +59,13 @@ def check_handshake() -> None:
 
 
 def check_nvlink_is_chosen() -> None:
-    """Where nothing speaks against NVLink, "auto" chooses it, unless neighbours relay the blocks. "p2p" never chooses it."""
+    """If NVLink is available, "auto" chooses it, unless neighbours relay the blocks. "p2p" never chooses it."""
     connect._why_not_nvlink = lambda *_: ""
     nvlink.NvlinkTransport = lambda group, device, store, joined, dog: SimpleNamespace(
         interconnect=joined, watchdog=dog, rank=group.rank(), size=group.size()
     )
     name = dist.group.WORLD.group_name
-    # The call must not use the connection of NVLink, which cannot send messages here.
+    # The call must not use the NVLink connection, which cannot send messages here.
     x, layout = torch.ones(1, 2, 1, 8), Layout.contiguous(4, 2)
     ring_attention(x, x, x, layout=layout, mask=Mask.full(), group=dist.group.WORLD, route="relay")
     assert connect.connect(name, CPU).interconnect.name == "nvlink"
@@ -127,7 +127,7 @@ def test_ranks_share_a_gpu_only_if_the_user_allows_it(value: str, monkeypatch: p
 
 
 def check_shared_gpu() -> None:
-    """Three ranks pretend that ranks 0 and 2 share a GPU. Rank 0 logs this once, and torch is told to allow it."""
+    """Three ranks pretend that ranks 0 and 2 share a GPU. Rank 0 logs this once, and makes torch allow it."""
     rank, messages = dist.get_rank(), []
     connect._identity = lambda *choice: _Identity("host", "y" if dist.get_rank() == 1 else "x", 1.0, "cuda", choice[1])
     connect._why_not_nvlink = lambda *_: ""
@@ -148,7 +148,7 @@ def test_ranks_that_share_a_gpu(tmp_path: Path) -> None:
 
 
 def check_first_calls(differences: tuple[str, ...], call: Callable[[str, dist.ProcessGroup], object]) -> None:
-    """For each difference, in a new group: the first call of rank 2 differs from those of the other ranks."""
+    """In a new group for each difference, the first call of rank 2 differs from those of the other ranks."""
     for differs in differences:
         message = f"rank 0 of the group calls attention with {differs} = .* and rank 2 with "
         with pytest.raises(ValueError, match=message):
@@ -180,7 +180,7 @@ def call_ulysses(differs: str, group: dist.ProcessGroup) -> None:
 
 
 def call_decode(differs: str, group: dist.ProcessGroup) -> None:
-    """Call decode_attention. A difference in the cache counts as well."""
+    """Call decode_attention. The caches may differ, too."""
     cache = KVCache(24, dist.get_rank(), 3, block=2 if differs == "block" else 4)
     cache.prefill(*torch.ones(2, 1, 6, 2, 16), Layout("striped" if differs == "layout of prefill" else "zigzag", 18, 3))
     q = torch.ones(1, 2 if differs == "queries" else 1, 2, 16)
@@ -212,12 +212,12 @@ def check_destroyed_group() -> None:
 
 
 def test_a_destroyed_group_raises_an_error(tmp_path: Path) -> None:
-    """The error is one line of this project."""
+    """This project raises an error of one line."""
     run_ranks(check_destroyed_group, 1, tmp_path)
 
 
 def check_transports() -> None:
-    """Rank 1 requests another transport, in its argument or in the environment variable. Both handshakes name this."""
+    """Rank 1 requests another transport, in its argument or in the environment variable. Both handshakes report this."""
     message = "rank 0 of the group calls attention with transport='auto' on cpu and rank 1 with transport='p2p' on cpu"
     with pytest.raises(ValueError, match=message):
         connect.connect(dist.new_group().group_name, CPU, "p2p" if dist.get_rank() else "auto")
@@ -232,7 +232,7 @@ def test_transports_that_differ_raise_an_error(tmp_path: Path) -> None:
 
 
 def test_a_host_has_a_name_and_a_boot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks with different names of their machine are on different hosts. The environment variable replaces this name."""
+    """Ranks whose machines have different names are on different hosts. The environment variable replaces this name."""
     names = []
     for name in ("a", "b"):
         monkeypatch.setattr(socket, "gethostname", lambda name=name: name)
@@ -265,7 +265,7 @@ def correct_the_first_call() -> None:
 def init_again(store: dist.Store, rank: int, ranks: int, name: str) -> None:
     """Destroy the process group, and create another one. All handshakes use the same store.
 
-    Torch's own keys are separated by `name`, because gloo might connect to the addresses of a destroyed group.
+    `name` separates Torch's own keys, because gloo might connect to the addresses of a destroyed group.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -274,7 +274,7 @@ def init_again(store: dist.Store, rank: int, ranks: int, name: str) -> None:
 
 
 def create_the_group_again(directory: Path) -> None:
-    """Destroy the process group, and create another one over the same store. Its first call is another one than before."""
+    """Destroy the process group, and create another one over the same store. Its first call differs from the earlier one."""
     rank, store = dist.get_rank(), dist.FileStore(str(directory / "second_store"), 2)
     for window in (9, 5):
         init_again(store, rank, 2, str(window))

@@ -3,8 +3,8 @@
 If the machine has fewer GPUs than ranks, several ranks share a GPU. The ranks of a pool run all tests of this file, because a
 new process needs seconds to initialise CUDA.
 
-Most tests use fp32 and the portable kernels. Their errors are small, so that a small fault exceeds the tolerance, and their
-bits are the same in every call. All these tests run kernels with 4 query heads, 2 key heads and a head dim of 64, so that few
+Most tests use fp32 and the portable kernels. The results have small errors and the same bits in every call, so that small
+faults exceed the tolerance. All these tests run kernels with 4 query heads, 2 key heads and a head dim of 64, so that few
 kernels are compiled.
 """
 
@@ -37,8 +37,8 @@ __all__ = ["gpu_ranks"]
 
 pytestmark = pytest.mark.gpu
 
-# The largest error of a row relative to the largest row. In bf16, rounding alone causes errors of about 1e-2. A key that is
-# left out changes a row by more than 1e-3, and a message that is lost changes all rows.
+# The largest error of a row relative to the largest row. In bf16, rounding alone causes errors of about 1e-2. Leaving out a key
+# changes a row by more than 1e-3, and losing a message changes all rows.
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 2e-2
 # A kernel for FP8 inputs also rounds the probabilities, by up to 1/16.
 FP8_TOLERANCE = 0.15
@@ -59,7 +59,7 @@ def float64_results(case: Case, mask: Mask, layout: Layout) -> list[Tensor]:
 
 
 def fp32_case(seq_len: int, batch: int = 1, shares: int = 1, seed: int = 0) -> Case:
-    """A problem in fp32 on this GPU, whose heads can be divided among `shares` launches."""
+    """A problem in fp32 on this GPU. Its heads can be divided among `shares` launches."""
     heads = dict(heads=shares * HEADS, key_heads=shares * KEY_HEADS, dim=64, value_dim=64)
     return Case.random(seq_len, batch, **heads, dtype=torch.float32, seed=seed).to(this_gpu())
 
@@ -79,7 +79,7 @@ def check_connection() -> None:
 
 
 def test_connection(gpu_ranks: RankPool) -> None:
-    """The transports that the other tests use."""
+    """The other tests use these transports."""
     gpu_ranks.run(check_connection)
 
 
@@ -165,7 +165,7 @@ def passes_with_delays(passes: list[Callable[[], list[Tensor]]], expected: list[
 
 
 def run_alone(function: Callable[[], list[Tensor]]) -> list[Tensor]:
-    """Return the results of a pass before and after which all ranks are idle."""
+    """Return the results of a pass that runs alone on all ranks."""
     torch.cuda.synchronize()
     dist.barrier()
     results = [x.clone() for x in function()]
@@ -259,7 +259,7 @@ def mesh_of(ulysses_ranks: int) -> dict[str, dist.ProcessGroup]:
 
 
 def ulysses_sizes() -> list[int]:
-    """The numbers of ranks per all-to-all: all ranks without a ring, and two ranks with a ring of the pairs."""
+    """The numbers of ranks per all-to-all: all ranks without a ring, and two ranks with a ring across the pairs."""
     return sorted({2, dist.get_world_size()})
 
 
@@ -352,7 +352,7 @@ def test_ulysses(transport: str, gpu_ranks: RankPool) -> None:
 
 
 def check_ulysses_with_delays(size: int) -> None:
-    """Calls follow each other while ranks are delayed at random, outside of a CUDA graph and in one."""
+    """Calls follow each other while ranks are delayed at random, outside and inside a CUDA graph."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     layout, mask = Layout.zigzag(128 * ranks, ranks // size).split(size), Mask.causal()
     options = dict(layout=layout, mask=mask, transport="nvlink", backend="triton", **mesh_of(size))

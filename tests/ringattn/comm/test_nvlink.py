@@ -120,7 +120,7 @@ def test_the_number_of_slots_does_not_grow_with_the_ring() -> None:
 
 
 def test_small_results_get_a_slot_each() -> None:
-    """Results that fit into memory are kept until the end of the pass, so that they can be summed at once."""
+    """Small results are kept until the end of the pass, so that one kernel can sum them."""
     need = ((range(4),) * 4,) * 4
     x = torch.empty(1, 4, 8, 8, device="meta")
     slots = Slots(direct(need, True), {"block": (x,), "result": (x,)})

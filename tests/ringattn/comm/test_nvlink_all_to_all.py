@@ -62,7 +62,7 @@ def test_a_graph_of_a_call_that_never_ran_raises_an_error(run_on_host: RunOnHost
 
 
 def test_heads_are_copied_after_they_are_computed(run_on_host: RunOnHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stream that sends waits for the kernels before every message."""
+    """The sending stream waits for the kernels before every message."""
     monkeypatch.setattr(ulysses, "head_chunks_for_overlap", lambda *_: 2)
     layout = Layout.contiguous(9, 1).split(3)
     case = Case.random(9, heads=12, key_heads=6, dtype=torch.float32)
@@ -77,7 +77,7 @@ def test_heads_are_copied_after_they_are_computed(run_on_host: RunOnHost, monkey
 
 
 def test_strided_copies_by_hand() -> None:
-    """Rank 1 of two holds 3 of 5 tokens of 4 heads of 8 fp16 values, and sends two heads to each rank."""
+    """Rank 1 of two holds 3 of 5 tokens, with 4 heads of 8 fp16 values, and sends two heads to each rank."""
     shape, strides = torch.Size((1, 3, 4, 8)), (96, 32, 8, 1)
     heads, tokens = HeadSlice(ranks=2, chunks=1, chunk=0), TokenSlice((2, 3))
     copies = _strided_copies(heads, tokens, shape, strides, torch.Size((2, 8)), (5, 5), 2, 1)

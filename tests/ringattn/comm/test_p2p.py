@@ -32,9 +32,9 @@ def check_rings(
     kinds: tuple[str, ...] = KINDS,
     **options: object,
 ) -> None:
-    """On every rank of a job: masks, layouts and schedules over all ranks, compared with fp64 on one rank.
+    """On every rank of a job, compare masks, layouts and schedules with fp64 results of one rank.
 
-    With `quick` every pair of values occurs, and otherwise every combination.
+    With `quick`, every pair of values occurs, and otherwise every combination.
     """
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     case = Case.random(seq_len=seq_len, batch=2, dim=dim, value_dim=dim).to(dtype)
@@ -69,7 +69,7 @@ def check_gloo(quick: bool) -> None:
 
 
 def check_groups_of_unshard() -> None:
-    """Join a layout over two of the four ranks of a job."""
+    """Unshard a layout over two of the four ranks of a job."""
     layout, rank = Layout.zigzag(21, 2), dist.get_rank()
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     x = torch.arange(21.0)[None]
@@ -112,7 +112,7 @@ def test_nvlink_is_unavailable_on_cpus(tmp_path: Path) -> None:
 
 
 def start_two_rings() -> None:
-    """Two threads use a ring each, and the ranks start them in different order."""
+    """Two threads use a ring each, and the ranks start the threads in different orders."""
     groups, layout = [dist.new_group([0, 1]) for _ in range(2)], Layout.zigzag(8, 2)
     case, order, done = Case.random(seq_len=8), (0, 1) if dist.get_rank() == 0 else (1, 0), []
 
@@ -155,7 +155,7 @@ def test_dtensors_raise_an_error(tmp_path: Path) -> None:
 
 
 class RecordingGroup:
-    """A process group that records the calls of messages. With `coalesces`, it starts them together, like NCCL."""
+    """A process group that records its calls. With `coalesces`, it starts calls together, like NCCL."""
 
     def __init__(self, group: dist.ProcessGroup, coalesces: bool) -> None:
         self.group, self.supports_coalescing = group, coalesces
@@ -241,7 +241,7 @@ class InterruptedGroup(RecordingGroup):
 
 
 def check_interrupted_hop() -> None:
-    """The hop must end the group of calls that it has started. No two ranks count as being at the same place."""
+    """The hop must end the group of calls that it has started. Afterwards, all ranks have different numbers of exchanges."""
     transport = connect.connect(dist.group.WORLD.group_name, torch.device("cpu"))
     transport.group = InterruptedGroup(transport.group, coalesces=True)
     peer, x = 1 - dist.get_rank(), torch.zeros(1)
@@ -254,5 +254,5 @@ def check_interrupted_hop() -> None:
 
 
 def test_an_exception_ends_the_calls_that_nccl_coalesces(tmp_path: Path) -> None:
-    """Otherwise NCCL would add all later calls of the process to the same group of calls and never start them."""
+    """Otherwise, NCCL would add all later calls of the process to the same group of calls, and never start them."""
     run_ranks(check_interrupted_hop, 2, tmp_path / "ranks")

@@ -49,7 +49,7 @@ def test_a_message_holds_all_tensors_of_a_block(dtypes: tuple[torch.dtype, ...],
 
 
 def test_a_received_block_is_sent_on_without_a_copy() -> None:
-    """Also if its tensors have been changed in place, as the merge of a result does."""
+    """This also holds after changes in place, such as the merge of a result."""
     block = block_of(torch.float32, torch.float32)
     packing = packing_of(block, 5)
     message, received = packing.new_message(torch.device("cpu"))
@@ -62,7 +62,7 @@ def test_a_received_block_is_sent_on_without_a_copy() -> None:
 
 
 def test_a_block_of_one_tensor_is_its_own_message() -> None:
-    """It must be copied if its rows are not contiguous, for example a slice of heads."""
+    """The block must be copied if its rows are not contiguous, as in slices of heads."""
     x = torch.zeros(1, 5, 4, 2)
     packing = packing_of((x,), 5)
     assert packing.packed((x,)) is x

@@ -16,7 +16,7 @@ from ringattn.spec import AttentionSpec
 
 
 def can_capture(tokens: int, window: int | None = None, graphs: object = True, **options: object) -> bool:
-    """Whether passes with so many tokens per rank are captured, on eight ranks with 16 heads of 128 dims in bf16."""
+    """Whether passes with this many tokens per rank are captured, on eight ranks with 16 heads of 128 dims in bf16."""
     mask, layout = Mask.causal(window=window), Layout.zigzag(8 * tokens, 8)
     spec = AttentionSpec.create(mask, layout, scale=1.0, **options)
     plan = get_plan(mask, layout, 0, torch.device("cpu"))
@@ -68,7 +68,7 @@ def is_replayed(graphs: PassGraphs, plan: Plan, *inputs, settings: tuple = ()) -
 def test_equal_passes_are_replayed_after_some_calls(graphs: PassGraphs) -> None:
     plan, x = Plan(), torch.zeros(2)
     assert [is_replayed(graphs, plan, x, None) for _ in range(4)] == [False, False, True, True]
-    # Passes that differ in anything are counted separately.
+    # Different passes are counted separately.
     assert not is_replayed(graphs, plan, x, x)
     assert not is_replayed(graphs, plan, torch.zeros(3), None)
     assert not is_replayed(graphs, plan, x.double(), None)
@@ -83,7 +83,7 @@ def test_equal_passes_are_replayed_after_some_calls(graphs: PassGraphs) -> None:
 
 
 def test_graphs_are_freed(graphs: PassGraphs) -> None:
-    """A graph ends with its plan, and `clear` lets the count of all passes start again."""
+    """A graph is freed with its plan, and `clear` restarts the count of all passes."""
     plan = Plan()
     for _ in range(3):
         replayed = is_replayed(graphs, plan, None)

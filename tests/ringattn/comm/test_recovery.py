@@ -24,7 +24,7 @@ ERRORS = Injected, KeyboardInterrupt, RuntimeError
 
 
 def run(problem: Problem, group: object, injector: Injector, in_backward: bool = False, position: int | None = None) -> None:
-    """Run forward and backward, and check the results. Raise an exception at a kernel of one of the two."""
+    """Run both passes, and check the results. Raise an exception at a kernel of one of the passes."""
     error = ERRORS[(position or 0) % 3]
     rank_state.runs_ahead = position is not None and not in_backward
     injector.arm(None if in_backward else position, error)
@@ -37,7 +37,7 @@ def run(problem: Problem, group: object, injector: Injector, in_backward: bool =
 
 
 def fail_at_every_kernel(rank: int, ranks: int, group: object, operation: str, injector: Injector, shift: int = 0) -> None:
-    """Raise an exception on all ranks at every kernel of every pass. The call after each exception must be exact.
+    """On all ranks, raise an exception at each kernel of each pass in turn. The following call must be exact.
 
     Rank r fails `shift` * r kernels later than rank 0. The number of kernels is the same on all ranks.
     """
@@ -96,7 +96,7 @@ def test_an_exception_over_nvlink_on_one_rank_ends_all_ranks(run_on_host: RunOnH
 
 
 def test_an_exception_in_a_capture_resets_nothing(run_on_host: RunOnHost, capture: Capture) -> None:
-    """A capture only records work, so the next capture need not wait for other ranks, and could not do so."""
+    """A capture only records work, so the next capture need not and could not wait for other ranks."""
     injector = Injector(threading.local())
 
     def on_rank(rank: int, group: object) -> None:
@@ -145,7 +145,7 @@ def test_calls_over_gloo_are_exact_after_an_exception(operation: str, gloo_ranks
 
 
 def check_fault(operation: str, in_backward: bool) -> None:
-    """Raise an exception on rank 1 only, at every kernel of a pass. Every rank must raise one error. A new group is exact."""
+    """Raise an exception on rank 1 only, at each kernel of a pass. Every rank must raise one error. A new group is exact."""
     rank, injector, count = dist.get_rank(), Injector(SimpleNamespace()), 1
     problem, position = Problem(operation, rank, 2, CPU, 0), 0
     waits = patch.object(recovery, "PATIENCE", 0.3), patch.object(watchdog, "HEARTBEAT_INTERVAL", 0.05)
@@ -190,7 +190,7 @@ def test_an_exception_over_gloo_on_one_rank_raises_an_error_on_all(
 
 
 def test_a_ring_of_one_rank_needs_no_reset() -> None:
-    """Its calls do not even count."""
+    """Its calls are not counted."""
     transport = connect.connect("", CPU)
     with pytest.raises(KeyError), in_call(transport):
         raise KeyError
@@ -245,7 +245,7 @@ def test_a_rank_that_never_leaves_its_call_is_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rank_may_come_to_the_call_later() -> None:
-    """Before and inside the call, it may still come to an exception of its own. After the call, it cannot."""
+    """Before and during the call, it may still raise an exception of its own. Afterwards, it cannot."""
     store = dist.HashStore()
     first, second = stub_recovery(store, 0), stub_recovery(store, 1)
     leave_call(first, calls=2)

@@ -47,7 +47,7 @@ def test_results_are_returned_by_rank(in_turns: bool) -> None:
 
 
 def test_a_rank_that_returns_too_early_raises_an_error() -> None:
-    """The other ranks do not wait forever for its messages, and the message names it."""
+    """The other ranks do not wait forever for its messages, and the error names it."""
     with pytest.raises(RuntimeError, match=r"rank 1 of the simulated ring .* that rank . waits for"):
         simulate(3, lambda rank, group: None if rank == 1 else attend(rank, group))
 

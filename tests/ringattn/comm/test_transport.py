@@ -34,7 +34,7 @@ class Transport:
 
 
 def test_take_rows_returns_views() -> None:
-    """Rows are dimension 1. A block with that many rows is returned as it is."""
+    """Rows are in dimension 1. A block with that many rows is returned unchanged."""
     x = torch.arange(12.0).view(2, 6)
     (rows,) = take_rows((x,), range(2, 4))
     assert rows.tolist() == [[2.0, 3.0], [8.0, 9.0]]

@@ -67,7 +67,7 @@ def run_on_two_hosts(ranks: int, gpus: bool, *sizes: str) -> str:
 
 
 def check_rank(arguments: list[str]) -> int:
-    """On every rank: check the chosen transports, and compare the results of attention with float64. Return the exit status."""
+    """On every rank, check the chosen transports, and compare attention with float64 results. Return the exit status."""
     connect_ranks(share_gpus=True)
     device = pick_device("auto", share_gpus=True)
     ranks, local_ranks = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])

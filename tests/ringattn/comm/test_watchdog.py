@@ -40,7 +40,7 @@ def fail_in_third_call(directory: Path, operation: str, fault: str, transport: s
     rank, ranks = dist.get_rank(), dist.get_world_size()
     os.dup2(os.open(directory / f"stderr_of_rank_{rank}", os.O_CREAT | os.O_WRONLY), sys.stderr.fileno())
     watchdog.HEARTBEAT_INTERVAL, watchdog.GRACE = 0.1, 1.0
-    # A rank that is alive must send a heartbeat in this time. If all ranks are alive, they wait only for the next heartbeat.
+    # A rank that is alive must send a heartbeat in this time. If all ranks are alive, the next heartbeats end the wait.
     watchdog.DEAD_AFTER = 60.0 if fault == "hangs" else 5.0
     lock = open(directory / "lock", "w")  # noqa: SIM115 - the victim locks this file until it dies
     if rank == VICTIM:
@@ -87,7 +87,7 @@ def check_fault(
 ) -> None:
     """Run `fail_in_third_call` on all ranks.
 
-    The message must name the rank that fails, its last hop, and the rank and hop that waited for it.
+    The message must name the failed rank, its last hop, and the rank and hop that waited for it.
     """
     start = time.monotonic()
     arguments = directory, operation, fault, transport, timeout
@@ -286,7 +286,7 @@ def test_a_pass_that_raises_an_exception_is_not_watched_any_more(monkeypatch: py
 
 
 def test_calls_are_counted_from_0_after_a_reset() -> None:
-    """An exception may come before or after a call inside the call, so the logs of the ranks may have different lengths."""
+    """An exception may occur before or after an inner call, so the logs of the ranks may have different lengths."""
     store = dist.HashStore()
     dogs = [Watchdog(store, rank, 2, CPU) for rank in range(2)]
     for dog in dogs:

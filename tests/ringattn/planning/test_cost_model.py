@@ -20,7 +20,7 @@ def test_a_hop_costs_latency_and_bytes() -> None:
 
 
 def test_the_cost_of_one_rank() -> None:
-    """Rank 0 sends two rows and receives four. What it sends and receives at the same time does not add up."""
+    """Rank 0 sends two rows and receives four. The times of simultaneous messages are not added."""
     (first, _) = hop_costs(direct(NEED, results=False), (1000, 0), lambda local_step: 1e6 * (1 + local_step.rank), LINK, rank=0)
     assert (first.bytes, first.compute) == (4000, pytest.approx(1e-3))
     assert first.communication == pytest.approx(5e-3)
@@ -54,7 +54,7 @@ def test_interconnects() -> None:
 
 @pytest.mark.parametrize(("capability", "flops"), [(8, 1.8e14), (9, 5.8e14), (10, 1.2e15), (7, 6e13), (12, 6e13)])
 def test_speed_of_attention_on_gpus(capability: int, flops: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table holds one speed per compute capability, and a low one for GPUs that it does not know."""
+    """The table contains one speed per compute capability, and a low speed for unknown GPUs."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     assert attention_flops(torch.device("cuda")) == flops
 

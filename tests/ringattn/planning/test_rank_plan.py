@@ -127,7 +127,7 @@ def test_the_own_block_is_split_by_work(circulating: str) -> None:
 
 
 def test_rows_of_fp8_blocks_start_at_multiples_of_128() -> None:
-    """Rank 1 needs the last 100 keys of rank 0. Ranges of keys may end behind the last key."""
+    """Rank 1 needs the last 100 keys of rank 0. Ranges of keys may end beyond the last key."""
     plan = planning.Plan(Mask.causal(window=101), Layout.contiguous(600, 2), 0, CPU)
     keys = plan.schedule("kv", results=False, all_pairs=True, row_multiple=128)
     assert [message.rows for step in keys.steps for message in step.messages] == [range(128, 384)]
@@ -138,7 +138,7 @@ def test_rows_of_fp8_blocks_start_at_multiples_of_128() -> None:
     ]
     own = [x.rows for step in queries.steps for x in step.local_steps if x.rank == x.owner == 0]
     assert own == [range(0, 128), range(128, 300)]
-    # Local steps with keys behind the last key have intervals for these keys, which no query attends to.
+    # Local steps beyond the last key have intervals for the missing keys, to which no query attends.
     pair = plan._block_pair("kv", LocalStep(0, 0, range(256, 384)))
     assert pair.intervals.num_keys == 128
     assert pair.intervals.hi.max() == 44
@@ -149,7 +149,9 @@ def test_rows_of_fp8_blocks_start_at_multiples_of_128() -> None:
 
 
 def test_split_points_by_hand() -> None:
-    """The 10 queries of a causal block have 55 pairs. The first 7 queries, or the first 3 keys, have at least 22 of them."""
+    """The 10 queries of a causal block have 55 pairs. The first 7 queries, or the first 3 keys, have at least 22 of these
+    pairs.
+    """
     layout = Layout.contiguous(10, 1)
     assert split_points(Mask.causal(), layout, "queries") == (7,)
     assert split_points(Mask.causal(), layout, "keys") == (3,)
@@ -225,7 +227,7 @@ def test_heads_are_processed_in_chunks_if_a_call_is_long() -> None:
 
 
 def test_prepare_computes_everything_in_advance(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After prepare, a plan answers the same requests as the earlier plan without computing anything."""
+    """After prepare, a plan answers the requests of the earlier plan without computing anything."""
     q, k, v = (torch.empty(1, 1024, 4, 64, dtype=torch.bfloat16, device="meta") for _ in range(3))
     plans = []
     for documents in ([700, 1348], [100, 1900, 48]):
@@ -265,7 +267,7 @@ def test_work_depends_on_the_value_dim() -> None:
 
 
 def test_a_rank_merges_only_results_of_other_ranks() -> None:
-    """What a rank computes for its own block is not counted as merged bytes."""
+    """Results for a rank's own block do not count as merged bytes."""
     q, k = (torch.empty(2, 32, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (8, 4))
     plan = get_plan(Mask.full(), Layout.contiguous(64, 2), 0, torch.device("cpu"))
     assert plan.merge_bytes(backward_work(q, k, k)) == 2 * 32 * 4 * 64 * (8 + 4 + 4)

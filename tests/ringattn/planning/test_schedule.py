@@ -86,7 +86,7 @@ def test_zigzag_sends_half_of_the_keys_of_rank_0() -> None:
 
 @pytest.mark.parametrize("all_pairs", [False, True], ids=("relay", "direct"))
 def test_a_window_needs_only_the_neighbour(all_pairs: bool) -> None:
-    """Queries of rank r need the keys of ranks r and r - 1, so they are sent back by one hop, and their results return."""
+    """Queries of rank r need the keys of ranks r and r - 1, so the queries are sent one hop back, and their results return."""
     need = needs(Mask.causal(window=3), Layout.contiguous(12, 3))
     assert need == ((ALL, range(0), range(0)), (range(2), ALL, range(0)), (range(0), range(2), ALL))
     half = range(2)
@@ -143,7 +143,7 @@ needs_of_any_ring = st.integers(1, 7).flatmap(
 
 @given(needs_of_any_ring, st.booleans(), st.booleans(), st.integers(0, 4))
 def test_every_block_is_computed_where_it_is_needed(need: Need, results: bool, all_pairs: bool, split: int) -> None:
-    """For random needs of random rings, with any point at which the ranks' own blocks are split."""
+    """Needs, rings, and the points at which the ranks split their own blocks are random."""
     schedule = build_schedule(need, results, all_pairs, (split,) * len(need))
     for rank in range(len(need)):
         for step, own in zip(schedule.steps, schedule.by_rank[rank], strict=True):

@@ -44,7 +44,7 @@ def test_one_host_uses_ulysses_unless_a_ring_is_faster() -> None:
     assert best(8, heads=7, key_heads=7) == 1
     assert [best(ranks, 262144, mask=Mask.causal(4096)) for ranks in (4, 8)] == [1, 1]
     assert best(16, 262144, mask=Mask.causal(4096), layout="auto") == 1
-    # With so much work per rank, the time of the messages is within 1%, and the smallest degree wins.
+    # With this much work per rank, messages change the time by less than 1%, so the smallest degree wins.
     assert best(4, 2**22) == 1
 
 
@@ -75,13 +75,14 @@ def test_a_long_sequence_is_planned_as_a_short_one(monkeypatch: pytest.MonkeyPat
 
 
 def test_all_to_all_seconds() -> None:
-    """For 1 MB to each rank: three copies inside a host, or at the same time four over a slower link."""
+    """Each rank sends 1 MB to every other rank: three copies inside a host, and at the same time four over a slower link."""
     inside = 3 * (ALL_TO_ALL_FACTOR * 1e6 / NEAR.bytes_per_second + 2 * NEAR.latency)
     across = 4 * (1e6 / FAR.bytes_per_second + 2 * FAR.latency)
     assert all_to_all_seconds(1e6, 4, 8, NEAR, FAR) == pytest.approx(inside)
     assert all_to_all_seconds(1e6, 8, 4, NEAR, FAR) == pytest.approx(max(inside, across))
     assert all_to_all_seconds(1e6, 1, 8, NEAR, FAR) == 0
-    # One chunk hides nothing. Of four chunks one is exposed, and three more if attention is shorter than their all-to-alls.
+    # One chunk hides nothing. Of four chunks, one is exposed. The other three are exposed if attention is shorter than
+    # all-to-alls.
     assert exposed_seconds(1, attention=5.0, all_to_all=2.0) == 2
     assert exposed_seconds(4, attention=5.0, all_to_all=2.0) == 2
     assert exposed_seconds(4, attention=1.0, all_to_all=2.0) == 5

@@ -65,7 +65,7 @@ def packed_rows(num_rows: int, lengths: tuple[int, ...] = (23, 1, 30, 9)) -> lis
 
 
 def padded_rows(num_rows: int, side: str, length: int = 45) -> list[dict]:
-    """Rows with padding on one side. As in collators of transformers, padding on the left predicts the first token."""
+    """Rows with padding on one side. As in Hugging Face collators, padding on the left predicts the first token."""
     rows = []
     for i in range(num_rows):
         count = length - (7 * i) % 30

@@ -1,4 +1,4 @@
-"""Masks and attention as models of transformers call them."""
+"""Masks and attention as Hugging Face models call them."""
 
 from types import SimpleNamespace
 
@@ -115,7 +115,7 @@ def test_neutral_keywords_are_accepted() -> None:
 
 
 def test_a_model_that_changes_its_mask_is_rejected() -> None:
-    """transformers may ask for attributes with `hasattr`."""
+    """Hugging Face models may test attributes with `hasattr`."""
     mask = RingMask(None)
     assert not hasattr(mask, "dtype")
     with pytest.raises(ValueError, match="reads dtype of its attention mask"):

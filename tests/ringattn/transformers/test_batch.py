@@ -25,7 +25,7 @@ DOCUMENTS = {
     "both": (dict(attention_mask=[[0, 1, 1, 1, 0, 0], [0] * 6]), [[1, 3, 2], [6]]),
     "positions": (dict(position_ids=[[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]), [[3, 2, 1], [6]]),
     "positions of all rows": (dict(position_ids=[[4, 5, 0, 1, 2, 3]]), [[2, 4]] * 2),
-    # As TRL numbers the tokens of a row with padding on the left.
+    # TRL numbers the tokens of a row with padding on the left like this.
     "positions and padding": (
         dict(position_ids=[[1, 1, 1, 0, 1, 2], [0, 1, 0, 1, 0, 0]], attention_mask=[[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 0, 0]]),
         [[3, 3], [2, 2, 2]],
@@ -108,7 +108,7 @@ def test_unsupported_batches_are_errors(message: str) -> None:
 
 
 def test_a_rank_without_tokens_is_an_error_on_all_ranks() -> None:
-    """The layers of transformers do not accept a rank without tokens, and the other ranks would wait for it."""
+    """Hugging Face layers do not accept a rank without tokens, and the other ranks would wait for it."""
     row = {"input_ids": torch.arange(16)[None]}
     for tokens, ranks, is_enough in ((1, 2, False), (2, 2, True), (13, 8, False), (16, 8, True)):
         for rank in range(ranks):

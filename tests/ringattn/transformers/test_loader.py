@@ -63,7 +63,7 @@ def check_loop() -> None:
 
 
 def check_order() -> None:
-    """The ranks shuffle with generators of different seeds, for which accelerate sends the state of rank 0."""
+    """The ranks' generators have different seeds, so accelerate must send the state of rank 0."""
     from accelerate import Accelerator
 
     from ringattn.transformers import RingLoader
@@ -84,7 +84,7 @@ def test_a_loop_of_accelerate(ranks: RankPool) -> None:
 
 
 def check_last_batch() -> None:
-    """On two rings, evaluation has the losses of one process with twice as many rows in a batch."""
+    """On two rings, evaluation has the losses of one process with twice as many rows per batch."""
     from accelerate import Accelerator
 
     from ringattn.transformers import RingLoader, put_on_ring

@@ -15,7 +15,7 @@ pytest.importorskip("transformers")
 
 
 def shard_parameters(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Shard them as accelerate does, which frees the parameters of the output layer after the forward pass."""
+    """Like accelerate, shard the parameters, and free those of the output layer after the forward pass."""
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
@@ -31,7 +31,7 @@ def mask_of_documents(batch: dict) -> torch.Tensor:
 def compare(
     batch: dict, mesh: DeviceMesh | None, chunk: int | None, is_sharded: bool = False, kind: str = "qwen3", **settings: object
 ) -> None:
-    """Compare with transformers in one process, in float64, for a loss that depends on every token."""
+    """Compare with a Hugging Face model in one process, in float64, for a loss that depends on every token."""
     from ringattn.transformers import put_on_ring, token_logprobs
 
     model = new_model(kind, dtype=torch.float64, attention="sdpa", **settings)

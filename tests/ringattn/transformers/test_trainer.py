@@ -194,7 +194,7 @@ def check_numbers(folder: Path) -> None:
         rings = 1 if ring_size is None else 2
         assert trainer.state.num_input_tokens_seen == rings * 2 * 2 * 2 * 63
         assert trainer.get_total_train_batch_size(args) == rings * 2 * 2
-        # With two rings, the last batch of five rows is filled up with rows that do not count.
+        # With two rings, the last batch of five rows is filled with rows that do not count.
         predictions = trainer.predict(rows[:5]).predictions
         batch = {name: value[None] for name, value in rows[0].items()}
         logits = trainer.prediction_step(trainer.model, batch, prediction_loss_only=False)[1]  # outside of a loop over a loader
@@ -287,7 +287,7 @@ def test_rows_that_a_collator_joins(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def check_evaluation_before_training(folder: Path) -> None:
-    """Also a second training averages the gradients of all ranks."""
+    """A second training also averages the gradients of all ranks."""
     from transformers import Trainer
 
     from ringattn.transformers import RingTrainer
