@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-# The allowed error of a row relative to its scale, by the dtype of the inputs: some units of rounding of p, ds and the output.
+# The allowed error of a row relative to its scale, by the dtype of the inputs: a few rounding errors of p, ds and the output.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # The allowed error of m, l and lse, which are fp32 for all of these inputs.
 SCALAR_TOLERANCE = 2e-5
@@ -36,7 +36,7 @@ def assert_states_close(
 ) -> None:
     """Compare states (m, l, o) or results (out, lse). Scalars must be within the smaller tolerance, each on its own scale.
 
-    The l and o of states are compared relative to the expected m, because a kernel may choose another reference value as m.
+    The l and o of states are compared relative to the expected m, because a kernel may use another reference value as m.
     """
     names = ("m", "l", "o") if len(expected) == 3 else ("out", "lse")
     if len(expected) == 3:
@@ -49,7 +49,9 @@ def assert_states_close(
 
 
 def relative_to(state: tuple[Tensor, ...], m: Tensor) -> tuple[Tensor, ...]:
-    """Return `state` (m, l, o) in float64, relative to another `m`. A query that is empty in only one of the two gets NaN."""
+    """Return `state` (m, l, o) in float64, relative to another `m`. A query that is empty only in `state` or only in `m` gets
+    NaN.
+    """
     own, l, o = (x.double() for x in state)
     factor = torch.exp(own - m).masked_fill(own == m, 1.0)
     factor = factor.masked_fill(own.isinf() != m.isinf(), float("nan"))

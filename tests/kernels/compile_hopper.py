@@ -121,7 +121,7 @@ def wide_backward_case(dtype: str, dim: int, group: int, kind: str) -> tuple:
 
 
 def compile_case(kernel, config, types: dict[str, str], absent: list[str]) -> tuple[triton.compiler.CompiledKernel, str]:
-    """Compile a case for a usual call, in which all pointers are multiples of 16. Return it and what ptxas prints."""
+    """Compile a case for a usual call, in which all pointers are multiples of 16. Return the kernel and the output of ptxas."""
     constants = {"CONFIG": config} | dict.fromkeys(absent)
     signature = {}
     for name in kernel.arg_names:

@@ -1,4 +1,4 @@
-"""Compile the kernel that merges states for sm_90 without a GPU, in another process as `tests.kernels.compile_sm90`."""
+"""Compile the merge kernel for sm_90 without a GPU, in another process like `tests.kernels.compile_sm90`."""
 
 import re
 
@@ -10,7 +10,7 @@ from ringattn.kernels.triton import merge_states as kernel
 
 
 def compile_in_place(head_dim: int) -> str:
-    """Return the PTX of a merge of one state into another, in place, for 16 heads."""
+    """Return the PTX that merges one state into another in place, for 16 heads."""
     function = kernel._merge_kernel
     constants = dict(HEADS=16, DIM=head_dim, PADDED_DIM=head_dim, ROWS=kernel.ELEMENTS // head_dim)
     tensors = ("m", "l", "o", "a_m", "a_l", "a_o")

@@ -1,4 +1,4 @@
-"""Compile the kernel that rounds a matrix in both orders for sm_90, in another process as `tests.kernels.compile_sm90`."""
+"""Compile `round_both` for sm_90, in another process like `tests.kernels.compile_sm90`."""
 
 import re
 
@@ -20,6 +20,6 @@ def compile_kernel(dtype: str) -> str:
 
 
 def describe(dtype: str) -> dict:
-    """Return how many bits the accesses to shared memory have for an output format."""
+    """For an output format, return the numbers of bits of the accesses to shared memory."""
     widths = re.findall(r"(?:ld|st|ldmatrix|stmatrix)\S*\.shared\S*\.(b\d+)", compile_kernel(dtype))
     return {"dtype": dtype, "widths": sorted(set(widths))}

@@ -1,4 +1,4 @@
-"""What every forward and backward must do: checks that the tests of the portable and of the Hopper kernels share."""
+"""Checks of every forward and backward, which the tests of the portable and of the Hopper kernels share."""
 
 import itertools
 from dataclasses import replace
@@ -43,7 +43,7 @@ def check_forward(problem: Problem, forward: ModuleType) -> None:
 def check_backward(problem: Problem, backward: ModuleType, floor: float = 1e-30) -> None:
     """Check that the gradients of a kernel module match the float64 reference. `floor` is the smallest scale of a gradient row.
 
-    Pass 1, the scale of the inputs, where a query may attend to a single key: dq and dk are then differences of equal numbers.
+    If a query may attend to a single key, pass 1, the scale of the inputs: dq and dk are then differences of equal numbers.
     """
     for name, x, y in zip(GRADIENTS, problem.backward(backward), problem.double().backward(reference), strict=True):
         assert_rows_close(name, x, y, TOLERANCE[problem.q.dtype], floor)
@@ -102,7 +102,7 @@ def check_accumulators(problem: Problem, backward: ModuleType) -> None:
 def check_incremental(problem: Problem, bounds: list[int], backward: Incremental) -> None:
     """Check that an incremental backward over the pieces of the keys between `bounds` equals one call over all keys.
 
-    Every other piece has accumulators.
+    Every second piece has accumulators.
     """
     queries, grads = slice(0, problem.q.shape[1]), []
     for i, (first, last) in enumerate(itertools.pairwise(bounds)):
@@ -177,7 +177,7 @@ def check_offsets_beyond_32_bits(forward: ModuleType, device: torch.device) -> N
 
 
 def check_heads_beyond_32_bits(forward: ModuleType, backward: ModuleType, dim: int, device: torch.device) -> None:
-    """Check inputs of which the last head lies 2**31 elements behind the first head."""
+    """Check inputs whose last head lies 2**31 elements behind the first head."""
     problem = make_problem(*intervals_of("causal", 40, 50), 50, torch.float16, 1, (3, 3), (dim, dim), device)
     for name in ("q", "k", "v", "dout"):
         setattr(problem, name, spread_heads(getattr(problem, name)))

@@ -5,9 +5,9 @@ a program is a thread. The programs of a launch run at the same time if the laun
 another. Asynchronous operations take effect at the most unfavourable time that the hardware allows:
 
 - TMA overwrites a tile of shared memory as soon as the load is issued. A tile that is released too early is therefore wrong.
-- A product reads its operands in shared memory only when a partition waits for this product. An operand that is released before
+- A product reads its operands in shared memory only when a partition waits for the product. An operand that is released before
   this wait is therefore wrong, too.
-- TMA's reduce-add reads shared memory only when the thread waits for this, and it adds to global memory only when the thread
+- TMA's reduce-add reads shared memory only when the thread waits for the read. It adds to global memory only when the thread
   waits for the completion of its bulk operations.
 - Partitions pause at random times. Shared memory is filled with NaN at the start.
 
@@ -73,7 +73,7 @@ class Barrier:
                 _changed.notify_all()
 
     def wait(self, parity: Any) -> None:
-        """Wait until a phase with this parity has completed last."""
+        """Wait until the last completed phase has this parity."""
         _pause()
         with _changed:
             _wait_until(lambda: self.phase % 2 != int(parity))

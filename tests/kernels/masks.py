@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ringattn.kernels.interval_mask import Intervals
 
-# The lengths of a document and of a window. No tile size divides them or is divided by them.
+# The lengths of a document and of a window. No tile size is a divisor or a multiple of them.
 DOCUMENT, WINDOW = 37, 20
 
 

@@ -113,8 +113,8 @@ def strided(x: Tensor, layout: str) -> Tensor:
 def spread_heads(x: Tensor, stride: int = 2**30) -> Tensor:
     """Return a copy of x (1, N, H, D) whose heads are `stride` elements apart. The memory between two heads is never touched.
 
-    The memory begins 2**31 elements before the first head, so that an offset that overflows 32 bits reads wrong numbers there.
-    Outside of the memory, it would end the process.
+    The memory begins 2**31 elements before the first head. An offset that overflows 32 bits therefore reads wrong numbers from
+    there, instead of ending the process.
     """
     _, tokens, heads, dim = x.shape
     before, size = 2**31, (heads - 1) * stride + tokens * dim

@@ -83,7 +83,7 @@ def test_forward_selects_a_backend_by_shapes_and_options(keys, value_dim, dropou
     ids=["64", "256", "96", "different-dims", "fp32", "ampere"],
 )
 def test_fp8_kernel_is_selected_where_it_can_run(capability, dtype, dims, backend, reason, monkeypatch):
-    """Elsewhere, the usual kernels compute the call on rounded inputs, and the reason says so."""
+    """Elsewhere, the usual kernels compute the call on rounded inputs, as the reason states."""
     simulate_gpu(capability, monkeypatch)
     choice = backends.choose_backend(GPU, dtype, "auto", dims, precision="fp8")
     assert (choice.backend, choice.reads_fp8) == (backend, reason is None)

@@ -26,7 +26,7 @@ SIZES = (90, 140)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make short sequences have several tiles, whose sides divide nothing."""
+    """Use small tiles, whose sizes divide no sequence length."""
     monkeypatch.setattr(blockwise, "QUERY_TILE", 25)
     monkeypatch.setattr(blockwise, "KEY_TILE", 33)
 
@@ -92,7 +92,7 @@ def test_precision_does_not_change_the_results_of_pytorch(module):
 
 
 def test_blocks_that_are_not_kept_are_not_computed(monkeypatch):
-    """The reference is called once per kept pair of blocks that the intervals reach."""
+    """The reference is called once for each kept pair of blocks within the intervals."""
     blocks = make_blocks(256, 256)
     problem = make_problem(*intervals_of("causal", 256, 256), 256, blocks=blocks)
     calls = []

@@ -37,7 +37,7 @@ def memory(x: Tensor) -> int:
 
 
 class FakeStream:
-    """A stream that knows which memory has been written when its next kernel runs, and which memory is not reused before."""
+    """A stream that knows which memory is written and which memory is not yet reused when its next kernel runs."""
 
     def __init__(self, address: int) -> None:
         self.cuda_stream = address
@@ -54,7 +54,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """The event occurs when all memory has been written that its stream has written when the event is recorded."""
+    """When the event occurs, all earlier writes of its stream are complete."""
 
     def record(self, stream: FakeStream) -> None:
         self.written = set(stream.written)
@@ -213,7 +213,7 @@ def test_a_call_on_a_second_stream_waits_for_all_cached_tensors(name, gpu):
     assert all(gpu.streams[1].may_read(x) for x in gpu.tensors.values())
 
 
-# For each cache of tensors: a call that uses the cache, and the functions whose results must be forgotten to empty the cache.
+# For each cache of tensors: a call that uses the cache, and the functions whose results must be forgotten to empty it.
 CACHES = {
     "intervals": ("intervals", [flash._intervals]),
     "positions": ("dropout", [flash._positions]),

@@ -43,7 +43,7 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 
 
 def compile_cases(compiler: ProcessPoolExecutor, module: str, cases: Iterable) -> list[dict]:
-    """Return what a module describes of each case."""
+    """Return a module's description of each case."""
     return list(compiler.map(partial(_describe, f"tests.kernels.{module}"), cases, timeout=240))
 
 

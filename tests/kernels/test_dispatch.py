@@ -53,7 +53,7 @@ def test_few_queries_are_computed_by_the_split_kv_kernel(shapes, options, splits
     ("queries", "heads", "dims"), [(1, (32, 8), (128, 128)), (5, (8, 1), (64, 96)), (2, (4, 4), (192, 128))]
 )
 def test_few_queries_on_a_gpu(queries, heads, dims):
-    """The third of the queries attends to no key."""
+    """The third query attends to no key."""
     lo, hi = (torch.tensor([x[:queries]]) for x in ([0, 3000, 4000, 4000, 4000], [4000, 4000, 4000, 4010, 4097]))
     check_forward(make_problem(lo, hi, 4097, torch.bfloat16, 2, heads, dims, "cuda"), dispatch)
 
@@ -223,7 +223,7 @@ def test_delta_may_be_given_as_out_and_dlse(backend, with_dlse, device):
     ("backend", "dtype", "delta_as_out"),
     [
         ("blockwise", torch.float16, False),
-        # In fp16, the rounded output would give a less exact delta than the reference uses.
+        # In fp16, the rounded output would give a less exact delta than that of the reference.
         ("triton", torch.float32, True),
         pytest.param("triton", torch.float16, False, marks=pytest.mark.slow),
         pytest.param("blockwise", torch.float32, True, marks=pytest.mark.slow),

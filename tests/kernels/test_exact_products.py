@@ -1,4 +1,4 @@
-"""Products are exact, whatever the settings of PyTorch are. They may have no effect on a CPU, so their values are tested."""
+"""Products are exact under all settings of PyTorch. Settings may have no effect on a CPU, so their values are tested."""
 
 import threading
 from collections.abc import Callable, Iterator

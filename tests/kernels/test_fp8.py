@@ -118,7 +118,7 @@ def test_autocast_does_not_change_the_rotation():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_numbers_that_are_not_finite_become_nan(value, monkeypatch):
-    """They must not become 448 times the scale, which would be an error without a message. Other elements keep their values."""
+    """Becoming 448 times the scale would be an error without a message. Other elements keep their values."""
 
     def frexp(x: Tensor) -> tuple[Tensor, Tensor]:
         """In some releases of PyTorch, the exponent of numbers that are not finite is arbitrary."""
@@ -148,7 +148,7 @@ def test_a_block_without_finite_numbers_has_the_scale_1():
 
 
 def test_the_rotation_removes_the_error_of_outliers():
-    """One feature of the queries and keys is 30 times the rest."""
+    """One feature of the queries and keys is 30 times larger than the rest."""
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(1, n, 1, 128, generator=generator) for n in (64, 4096, 4096))
     outlier = [x.clone() for x in (q, k)]

@@ -150,7 +150,7 @@ def test_tiles_of_named_masks(mask, shape):
 @settings(max_examples=50)
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=6), st.sampled_from(SIZES))
 def test_no_tile_crosses_the_end_of_a_long_document(lengths, size):
-    """Without documents of several tiles, all tiles but one are full."""
+    """If no document spans several tiles, all tiles but one are full."""
     rows, step = size
     intervals = packed(lengths)
     for side in (intervals, intervals.transposed):
@@ -169,7 +169,7 @@ def test_no_tile_crosses_the_end_of_a_long_document(lengths, size):
 
 
 def test_tiles_of_two_documents():
-    """The documents have 9 and 10 tokens. The tile of one token is the first of the queries, or the last of the keys."""
+    """The documents have 9 and 10 tokens. The one-token tile is the first of queries, or the last of keys."""
     intervals = packed([9, 10])
     assert intervals.tiles(2, 3)[0, :, :2].sort(0).values.tolist() == [
         *([0, 1], [1, 3], [3, 5], [5, 7], [7, 9]),
@@ -218,7 +218,7 @@ def test_longest_tile_of_a_window(length):
     lo = (hi - 128).clamp(min=0)
     assert Intervals.of(lo, hi, length).longest_tile == min(length, 128 + 63)
     assert Intervals.of(lo, hi, length).longest_small_tiles == (min(length, 128 + 7), min(length, 128 + 15))
-    # In the last 64 rows, whose intervals are wider, and in another batch entry.
+    # Wider intervals are in another batch entry: in the last row, the last 64 rows or all rows.
     for row in (length - 1, length - 64, 0):
         wide = torch.cat((hi, hi.where(torch.arange(length) < row, length)))
         expected = max(int(wide[b, min(i + 63, length - 1)] - lo[0, i]) for b in (0, 1) for i in range(length))

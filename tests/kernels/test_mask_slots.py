@@ -80,7 +80,7 @@ def test_kernels_expect_empty_intervals() -> None:
 
 
 def test_tables_have_a_largest_size() -> None:
-    """Six work tiles take as long as 150 others. The seventh program would compute the others, if they were not limited."""
+    """Six work tiles take as long as 150 others. Without a limit, the seventh program would compute all others."""
     rows, keys = 6000, 20_000
     lo, hi = torch.full((1, rows), keys), torch.full((1, rows), keys)
     lo[:, :192] = 0

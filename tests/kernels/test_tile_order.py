@@ -77,7 +77,7 @@ def run_programs(table: Tensor, group: int, step: int, resident: int, seed: int)
 @pytest.mark.parametrize(("group", "step"), [(1, 128), (3, 64)])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_contributions_to_a_query_have_a_fixed_order(problem, group, step, programs):
-    """Two random executions add to each query in the same order. With an unlimited number of programs, three run at a time."""
+    """Two random executions add to each query in the same order. If programs are unlimited, three run at a time."""
     lo, hi, num_keys = PROBLEMS[problem]
     batch, heads = max(lo.shape[0], 2), 3
     by_key = Intervals.of(lo, hi, num_keys).transposed

@@ -71,7 +71,7 @@ def test_blocks_of_work_tiles_go_to_the_same_programs_as_single_ones(kind: str, 
 
 
 def test_long_work_tiles_at_the_end_start_earlier():
-    """In its order, the work tile that takes 8 would start at 4 and end at 12, though the mean is 8."""
+    """In the given order, the work tile that takes 8 would start at 4 and end at 12, but the mean is 8."""
     work_tiles = np.arange(9, dtype=np.int32)[:, None].repeat(8, 1) + 1
     times = np.array([1] * 8 + [8])
     _, end = tile_scheduler._assign_greedily(times, 2)

@@ -1,4 +1,4 @@
-"""Every rule about arguments: its error names the value given, and the calls that must check it do."""
+"""Every rule about arguments: its error names the given value, and all necessary calls check it."""
 
 import re
 from dataclasses import replace

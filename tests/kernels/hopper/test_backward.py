@@ -76,7 +76,7 @@ def test_prepare_packs_scalars_and_clears_the_sums(dims, given, device):
     sums = dq_sums[config.chunk_size :].view(-1, 2 * config.chunk_size)
     assert dq_sums[: config.chunk_size].isnan().all()
     assert (sums[:, : config.used_size] == 0).all()
-    # The last columns of a tile whose head dim is at most 96 are not used.
+    # If the head dim is at most 96, the last columns of a tile are unused.
     assert sums[:, config.used_size :].isnan().all()
 
 
@@ -222,7 +222,7 @@ def test_many_work_tiles_per_program(dim, group, hopper, num_sms):
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_many_work_tiles_of_one_step(dim, hopper, num_sms):
-    """The keys of a work tile are read until the next work tile has finished its only step, so their slot must wait for it."""
+    """The keys of a work tile are read until the next work tile has finished its only step. Their slot must wait."""
     num_keys = num_sms * KEYS + 40
     mask = intervals_of("full", 60, num_keys)
     check_backward(make_problem(*mask, num_keys, torch.bfloat16, 1, (4, 4), (dim, dim), hopper), hopper_backward)

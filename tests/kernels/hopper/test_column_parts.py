@@ -20,7 +20,9 @@ def partition():
 
 
 def padded_tile(rows: int, columns: int) -> torch.Tensor:
-    """Return a random tile with a power of two of columns. Those from `columns` on are NaN, so no product may use them."""
+    """Return a random tile whose number of columns is a power of two. Columns from `columns` on are NaN, so no product may use
+    them.
+    """
     tile = torch.full((rows, 64 if columns == 64 else 128), float("nan"), dtype=torch.float64)
     tile[:, :columns] = torch.randn(rows, columns, dtype=torch.float64)
     return tile

@@ -1,4 +1,4 @@
-"""What the Hopper forward does with states: where it keeps them in shared memory, and how it merges them."""
+"""How the Hopper forward keeps states in shared memory, and how it merges them."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def test_state_stages_hold_the_o_of_all_consumers(config):
         for number in range(2 * config.state_stages)
     }
     for consumer in range(config.consumers):
-        # The stage is that of `_wait_for_state_stages`, the buffer that of `_state_views`.
+        # `_wait_for_state_stages` uses this stage, and `_state_views` uses this buffer.
         stage = consumer * config.o_parts // 2
         buffers = "KV" if config.o_parts == 2 else "KV"[consumer % 2]
         assert [transferred[consumer, part] for part in range(config.o_parts)] == [(stage, buffer) for buffer in buffers]
@@ -99,7 +99,7 @@ def test_chain_over_pieces_of_the_keys(mask, final, dtype, dims, hopper):
 
 
 def test_rows_that_see_no_key_keep_their_state(hopper):
-    """Work tiles of such rows are left out of an in-place update. Here these are all work tiles."""
+    """An in-place update skips work tiles of such rows. Here, it skips all work tiles."""
     no_keys = Intervals.of(*torch.zeros(2, 1, 300, dtype=torch.int32), 200, hopper)
     problem = make_problem(*intervals_of("causal", 300, 200), 200, torch.float16, dims=(64, 64), device=hopper)
     state = problem.forward(hopper_forward)
@@ -147,7 +147,7 @@ def test_an_m_that_stays_keeps_its_bits(dtype, dims, hopper):
 
 @pytest.mark.parametrize("dims", [(96, 8), (128, 64), (16, 96), (64, 24), (160, 72), (136, 248), (64, 256), (256, 40)], ids=str)
 def test_states_of_values_of_another_width(dims, hopper):
-    """Columns that the tiles have and the state does not have are neither read nor written."""
+    """Columns beyond the width of the state are neither read nor written."""
     problem = make_problem(*intervals_of("causal", 300, 300), 300, torch.bfloat16, 2, (4, 2), dims, hopper)
     for final in (False, True):
         check_chain(problem, [0, 64, 210, 300], final, hopper_forward)

@@ -42,7 +42,7 @@ def test_the_constants_follow_from_the_call():
     assert (config.dim, config.columns, config.value_dim, config.num_heads, config.group) == (128, 96, 40, 8, 4)
     assert (configure((64, 40)).dim, configure((64, 40)).columns) == (64, 64)
     assert [configure((dim, dim)).columns for dim in (72, 80, 96, 104, 128)] == [96, 96, 96, 128, 128]
-    # Two slots of Q let an output leave through one of them while the next Q arrives.
+    # With two slots of Q, an output is stored from one slot while the next Q arrives in the other.
     assert configure(final=True).q_slots == 2
     assert configure(final=False).q_slots == 1
     assert configure(has_state=True, final=False).updates_state
@@ -131,7 +131,7 @@ def test_one_work_tile_per_program(final, dtype, dims, hopper):
 @pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("final", [False, True], ids=["state", "final"])
 def test_work_tiles_of_the_last_wave_are_split(final, dims, hopper, num_sms):
-    """Without the split, a third of the SMs would have one work tile more than the others."""
+    """Without the split, a third of the SMs would have one more work tile than the others."""
     num_queries = (num_sms + num_sms // 3) * work_tile_rows(dims)
     problem = make_problem(
         *intervals_of("full", num_queries, 200), 200, torch.bfloat16, 1, (1, 1), dims, hopper

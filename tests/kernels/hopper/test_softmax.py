@@ -1,4 +1,4 @@
-"""The softmax of the Hopper forward: its assembly, and scores that the reference max must survive."""
+"""The softmax of the Hopper forward: its assembly, and scores that are difficult for the reference max."""
 
 import re
 
@@ -65,10 +65,10 @@ GROWTHS = {  # functions of q and k that make scores exceed those of the first t
 @pytest.mark.parametrize(("mask", "num_queries"), [("causal", 450), ("documents", 450), ("full", 9000)])
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_rows_that_overflow_are_repeated(growth, mask, num_queries, dims, hopper):
-    """A program repeats its work tiles, and does not add rows that did not overflow to a state twice.
+    """A program repeats its work tiles, but adds rows without overflow to a state only once.
 
     With 9,000 queries, programs have several work tiles, and some of them contain no row that overflows. Under the document
-    mask, rows overflow that have not seen a key in earlier calls.
+    mask, some overflowing rows have seen no key in earlier calls.
     """
     problem = make_problem(*intervals_of(mask, num_queries, 450), 450, torch.bfloat16, 2, (4, 2), dims, hopper)
     GROWTHS[growth](problem.q, problem.k)
@@ -81,7 +81,7 @@ def test_rows_that_overflow_are_repeated(growth, mask, num_queries, dims, hopper
 @pytest.mark.parametrize("dims", DIMS, indirect=True)
 @pytest.mark.parametrize("growth", GROWTHS)
 def test_rows_that_overflow_with_an_empty_incoming_state(growth, dims, hopper):
-    """The l of an empty state is 0, and its sign bit must mark an overflow all the same."""
+    """The l of an empty state is 0, but its sign bit must still mark an overflow."""
     problem = make_problem(*intervals_of("full", 400, 450), 450, torch.bfloat16, 1, (4, 2), dims, hopper)
     GROWTHS[growth](problem.q, problem.k)
     state = problem.forward(hopper_forward, state=reference.empty_state(problem.q, dims[1]))

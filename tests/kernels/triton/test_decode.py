@@ -158,7 +158,7 @@ def test_sinks(lengths, window, queries, sinks, device):
 
 
 def dense_output(call: SimpleNamespace, sinks: int) -> Tensor:
-    """The float64 output under a mask that is written out."""
+    """The float64 output under a dense mask."""
     q, k, v, lo, hi = (x.cpu() for x in (call.q, call.k.nan_to_num(), call.v.nan_to_num(), call.lo, call.hi))
     group, rows = q.shape[2] // k.shape[2], torch.arange(k.shape[1])
     mask = ((rows < sinks) | (rows >= lo[..., None])) & (rows < hi[..., None])  # (B, Nq, Nk)

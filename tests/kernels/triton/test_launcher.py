@@ -29,7 +29,7 @@ def current_stream(x: torch.Tensor) -> int | None:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_repeated_launches(offset, device):
-    """The first launch compiles. Later launches have addresses that are or are not multiples of 16."""
+    """The first launch compiles. The addresses of later launches may or may not be multiples of 16."""
     launch = PreparedLaunch(_add_kernel, (2, 3, 1), {"num_warps": 2}, (77, 2.5), BLOCK=16)
     for begin in (0, offset, 0):
         x, y = torch.randn(2, 101, device=device)

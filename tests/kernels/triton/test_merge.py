@@ -7,7 +7,7 @@ from ringattn.kernels import reference
 from ringattn.kernels.triton import merge
 from tests.covering import every_pair
 
-PARTS = {  # (first token, number of tokens) of each part, of a sum of 37 tokens
+PARTS = {  # (first token, number of tokens) of each part of a sum of 37 tokens
     "none": [],
     "all-tokens": [(0, 37)],
     "some-tokens": [(5, 11)],

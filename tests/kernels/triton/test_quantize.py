@@ -45,8 +45,8 @@ def test_results_are_those_of_pytorch(shape, dtype, dim, device):
     assert torch.equal(actual[2].scales, expected[2].scales)
     assert actual[2].data.stride() == expected[2].data.stride()
     for x, y in zip(actual[:2], expected[:2], strict=True):
-        # The sums of the rotation have another order. They are rounded to another number only if they are nearly equal to the
-        # limit between two numbers.
+        # The sums of the rotation have another order. They round to another number only if they are almost halfway between two
+        # numbers.
         assert torch.equal(x.scales, y.scales)
         a, b = x.data.float(), y.data.float()
         assert ((a - b).abs() <= 0.125 * torch.maximum(a.abs(), b.abs()).clamp(min=2**-6)).all()
@@ -64,7 +64,7 @@ def test_strided_inputs(dim, device):
         assert torch.equal(x.scales, y.scales)
 
 
-# The interpreter cannot multiply matrices of bf16, into which the kernel also splits numbers in fp32.
+# The interpreter cannot multiply bf16 matrices. The kernel also splits fp32 numbers into bf16 numbers.
 @pytest.mark.parametrize("dim", triton_quantize.HEAD_DIMS)
 @pytest.mark.parametrize(
     "dtype", [torch.float16, *(pytest.param(x, marks=pytest.mark.gpu) for x in (torch.bfloat16, torch.float32))]
