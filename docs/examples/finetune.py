@@ -14,8 +14,7 @@ parser.add_argument("output", help="the new folder")
 parser.add_argument("--ranks", type=int, default=1, help="the number of GPUs, or of CPU processes")
 args, settings = parser.parse_known_args()  # all other arguments are settings of training
 
-# The settings of the model, the tokenizer and the learning rate come from the folder. If the training is interrupted, the
-# same command resumes it.
+# The settings of the model and the tokenizer come from the folder. If the training is interrupted, the same command resumes it.
 launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
 training = ["name=finetuned", f"trainer.init_from={args.model}", "data=text", f"data.path={args.text}", *settings]
 subprocess.run([*launcher, "-m", "ringattn.train.run", *training], check=True)
