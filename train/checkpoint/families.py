@@ -14,7 +14,7 @@ from ringattn.train.settings.config import ConfigError
 
 
 class Entry(NamedTuple):
-    """Maps an entry of config.json, whose value has the type of `default`, to a setting."""
+    """Maps an entry of config.json to a setting. The value has the type of `default`."""
 
     setting: str
     default: Any
@@ -53,8 +53,8 @@ def listed(config: dict[str, Any], default: Callable[[int], str]) -> list[str]:
     if len(types) != count or not {*types} <= {"full_attention", "sliding_attention"}:
         shown = " and ".join(sorted({*map(str, types)}))
         raise ConfigError(
-            f"layer_types is {shown} in {len(types)} layers, but only full_attention and sliding_attention in {count} layers "
-            "are supported"
+            f"layer_types must contain full_attention or sliding_attention for each of {count} layers, but contains "
+            f"{len(types)} values: {shown}"
         )
     return [kind.removesuffix("_attention") for kind in types]
 
@@ -340,7 +340,7 @@ NAMES = {
     "norm": "model.norm",
     "head": "lm_head",
 }
-# The required values of some entries of config.json, which `Family.fixed` may override
+# The required values of some entries of config.json. `Family.fixed` may override them.
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 # Entries of config.json that switch on unsupported features
 OFF = (

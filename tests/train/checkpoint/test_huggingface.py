@@ -177,10 +177,16 @@ UNSUPPORTED = {
     "no type": ({"model_type": None}, "supported model: model_type is None, but only llama or mistral"),
     "another type of layer": (
         MISTRAL | {"layer_types": ["chunked_attention"] * 2},
-        "layer_types is chunked_attention in 2 layers, but only full_attention and sliding_attention in 2 layers",
+        "must contain full_attention or sliding_attention for each of 2 layers, but contains 2 values: chunked_attention",
     ),
-    "no types of layers": (MISTRAL | {"layer_types": []}, "layer_types is  in 0 layers, but only"),
-    "types of other layers": (MISTRAL | {"layer_types": ["full_attention"] * 3}, "is full_attention in 3 layers, .* 2 layers"),
+    "no types of layers": (
+        MISTRAL | {"layer_types": []},
+        "layer_types must contain .* for each of 2 layers, but contains 0 values",
+    ),
+    "types of other layers": (
+        MISTRAL | {"layer_types": ["full_attention"] * 3},
+        "for each of 2 layers, but contains 3 values: full_attention",
+    ),
     "too many layers": ({"num_hidden_layers": 10**30}, "num_hidden_layers is 10+, but only 1 to 4096 is supported"),
     "longrope without divisors": ({"rope_parameters": YARN | {"rope_type": "longrope"}}, "'short_factor'"),
     "yarn in Phi-3": ({"model_type": "phi3", "rope_parameters": YARN}, "rope_type is yarn, but only default or longrope"),
