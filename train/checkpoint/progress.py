@@ -97,5 +97,5 @@ def bytes_on_disk(folder: Path, pattern: str = "*") -> int:
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, and of this rank's shards of DTensors."""
+    """Return the bytes of tensors. Of DTensors, count only this rank's shards."""
     return sum(local_shard(tensor).nbytes for tensor in tensors)

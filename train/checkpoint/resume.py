@@ -38,7 +38,7 @@ COMPARED = tuple(group for group in GROUPS if group != "logger")
 def saved_config(meta: dict[str, Any]) -> Config:
     """Return the settings with which a checkpoint was trained.
 
-    Settings that are missing in meta.json have their defaults, and unknown settings other than model settings are ignored.
+    Settings that are missing in meta.json have their defaults. Unknown settings are ignored, unless they are model settings.
 
     Raises:
         ConfigError: a setting has an invalid type, or a model setting of the checkpoint is unknown.

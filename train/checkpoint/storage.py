@@ -55,7 +55,7 @@ FORMAT = 2
 
 CHECKPOINT_NAME = re.compile(r"step_\d{8}")
 
-# Options with which DCP keeps the given names of tensors
+# Options that make DCP keep the given tensor names
 PLANNER_OPTIONS = dict(flatten_state_dict=False, flatten_sharded_tensors=False)
 
 # The maximum number of bytes that DCP's archive adds to a shard
@@ -237,7 +237,7 @@ def load(path: Path, tensors: dict[str, Tensor]) -> None:
     """Fill `tensors` in place with the values in a checkpoint. All ranks call this function.
 
     A DTensor may be sharded differently than in the checkpoint. Names, shapes and dtypes are compared before any tensor is
-    read. Do not pass only a part of the model, or only a part of the optimizer state.
+    read. Pass the model and the optimizer state either completely or not at all.
 
     Raises:
         CheckpointError: on every rank, if the checkpoint cannot be read or does not match `tensors`.

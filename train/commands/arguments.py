@@ -103,6 +103,6 @@ def apply_overrides(config: Config, overrides: dict[str, str]) -> Config:
 
 
 def settings_by_length(config: Config, overrides: dict[str, str], default: Iterable[int]) -> list[Config]:
-    """Return the settings with `overrides` for each length in `data.seq_len`, or by default for each length in `default`."""
+    """Return the settings for each length in the override `data.seq_len`, or in `default`. Apply the other overrides."""
     lengths = overrides.get("data.seq_len", ",".join(map(str, default))).split(",")
     return [apply_overrides(config, overrides | {"data.seq_len": length}) for length in lengths]

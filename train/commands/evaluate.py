@@ -55,7 +55,7 @@ from ringattn.train.setup import InferenceRun, build_for_inference
 # The settings that this command accepts in addition to those of `ringattn.train.commands.options`.
 SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
 
-# The settings of training sequences, which do not change the held-out text.
+# The settings that change training sequences, but not the held-out text.
 UNUSED = {f"data.{name}" for name in ("streaming", "shuffle_buffer", "exhausted", "packing", "group_size", "seed")}
 
 # The values of the option `evaluate`.

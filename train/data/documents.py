@@ -14,8 +14,8 @@ from ringattn.train.model.loss import IGNORE
 
 # `sampled` covers at most NUM_SAMPLED documents. Checkpoints of earlier versions contain no other checksum of the text.
 NUM_SAMPLED = 64
-# The orders of packing and of evaluation are the same in every epoch. In the seeds of both orders, a constant takes the place
-# of the epoch's number.
+# The orders of packing and of evaluation are the same in every epoch. The seeds of both orders contain a constant instead of
+# the epoch's number.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 
@@ -47,7 +47,7 @@ class NumberedSequences:
         return {"": Progress(consumed * self.seq_len, consumed / self.sequences_per_epoch)}
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the tokens and labels of a sequence, int64 (S,), and the lengths of its documents or parts of documents."""
+        """Return the tokens and labels of a sequence, both int64 (S,), and the lengths of its documents or document parts."""
         raise NotImplementedError
 
 
@@ -113,7 +113,7 @@ class PaddedSequences(TokenisedDocuments):
         self.sequences_per_epoch = num_sequences - num_sequences % self.group_size
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the tokens and labels of a sequence, int64 (S,), and the lengths of its pieces and of its padding."""
+        """Return the tokens and labels of a sequence, both int64 (S,), and the lengths of its pieces and of its padding."""
         epoch, position = divmod(index, self.sequences_per_epoch)
         tokens, labels = np.zeros(self.seq_len, dtype=np.int64), np.full(self.seq_len, IGNORE)
         begin, lengths = 0, list[int]()

@@ -157,7 +157,7 @@ class Loader:
             LoaderError: the loader process failed, or the stream cannot be read.
         """
         micro_steps, size = self._prepare(consumed), self.preparation.sequences_per_step
-        # Keep the reader positions of the previous step, which a checkpoint may still save.
+        # Keep the reader positions of the previous step for a checkpoint that may follow.
         known = {count: positions for count, positions in self._positions.items() if count >= consumed - size}
         self._positions = known | {consumed + size: micro_steps[-1].positions}
         return micro_steps

@@ -92,8 +92,8 @@ class Reader:
             )
 
     def sequence(self) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
-        """Return the tokens and labels of the next sequence, int64 (S,), and the lengths of its documents or parts of
-        documents.
+        """Return the tokens and labels of the next sequence, both int64 (S,), and the lengths of its documents or document
+        parts.
         """
         parts, missing = list[np.ndarray](), self._stream.seq_len
         while missing:

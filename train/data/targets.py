@@ -37,7 +37,7 @@ from ringattn.train.model.loss import IGNORE
 # tokens per block.
 NUM_BLOCKS = 32
 
-# The minimum number of tokens per block, which limits the time of an evaluation at very long lengths.
+# The minimum number of tokens per block. Many smaller blocks would slow down evaluations at very long lengths.
 MIN_BLOCK = 256
 
 

@@ -109,8 +109,8 @@ def _round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _multiply(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
     """Return a @ b, divided by both scales. On GPUs, `a` must be contiguous by rows, and `b` by columns.
 
-    With `fast`, the tensor cores add all terms of a sum with about 14 bits. Gradients of weights, which are sums over all
-    tokens, need more bits.
+    With `fast`, the tensor cores add all terms of a sum with about 14 bits. Weight gradients need more bits, because they are
+    sums over all tokens.
     """
     if a.device.type == "cpu":
         # If forward returned x.to(x.dtype), compiled code of torch 2.11 would compute zeros as gradients.

@@ -28,7 +28,7 @@ Balance = Callable[[Tensor], Tensor]
 
 
 def padded_vocabulary(config: ModelConfig, vocab_size: int) -> int:
-    """Return the number of rows of the embedding, which is a multiple of 64."""
+    """Return the embedding's number of rows, which is a multiple of 64."""
     return round_up(max(vocab_size, config.vocab_size or 0), 64)
 
 

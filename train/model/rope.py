@@ -1,8 +1,8 @@
 """Rotary position embeddings (RoPE) rotate pairs of dimensions by angles that grow with the position of a token.
 
 The product of a rotated query and a rotated key therefore depends on the distance of their tokens. To extend a model to longer
-sequences, `factor` divides the low frequencies. Angles of low frequencies then stay in the range of the training. High
-frequencies do not change, because they distinguish nearby tokens.
+sequences, `factor` divides the low frequencies. Angles of low frequencies then stay within the trained range. High frequencies
+do not change, because they distinguish nearby tokens.
 """
 
 import math

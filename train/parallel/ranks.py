@@ -25,7 +25,7 @@ START_TIMEOUT = timedelta(minutes=30)
 # torchrun starts its store before the ranks. If the store does not respond within TORCHRUN_TIMEOUT, torchrun has died.
 TORCHRUN_TIMEOUT = timedelta(seconds=15)
 
-# The environment variable for workspaces with which cuBLAS computes the same bits in every run
+# The environment variable that selects deterministic workspaces for cuBLAS
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 

@@ -203,7 +203,7 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
 def _exposed_copies(
     config: Config, shape: MeshShape, machine: Machine, plan: MemoryPlan, seconds: tuple[float, float]
 ) -> float:
-    """Return the seconds per micro-step in which the GPU waits for copies to and from the host.
+    """Return how many seconds per micro-step the GPU waits for copies to and from the host.
 
     `seconds` are the times of the forward and the backward pass.
     """

@@ -33,7 +33,7 @@ from ringattn.train.setup import Run, machine_of
 
 log = logging.getLogger(__name__)
 
-# The root folder of the repository, which in an installed package has no .git.
+# The root folder of the repository. In an installed package, it has no .git.
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -112,7 +112,7 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     if isinstance(run.data, RecordDataset | BestFitDataset):
         data += f", {run.data.padding:.1%} padding"
     rows = config.model.vocab_size or 0
-    padding = f" of {rows:,} rows, the others are not part of the loss" if rows > facts["vocab_size"] else ""
+    padding = f" of {rows:,} rows (the loss ignores the other rows)" if rows > facts["vocab_size"] else ""
     kinds = f", layers {','.join(config.model.layer_types)}" if config.model.layer_types else ""
     entries: dict[str, Any] = {
         "directory": directory,

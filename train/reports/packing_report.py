@@ -49,7 +49,7 @@ def describe_packing(facts: Mapping[str, float]) -> str:
 
 
 def plot_documents(texts: Mapping[str, Text], output: Path) -> None:
-    """Plot histograms of document lengths as a PNG file: of whole documents, and of their parts in sequences."""
+    """Plot histograms of the lengths of whole documents, and of their parts in sequences, as a PNG file."""
     figure = new_figure(8, 4)
     axes = figure.subplots()
     longest = max(int(text.lengths.max()) for text in texts.values())

@@ -37,7 +37,7 @@ def peak_memory_gib(device: torch.device, uncounted: int = 0) -> float:
 
 
 def peak_host_memory_gib() -> float:
-    """Return the peak memory of this process in GiB, with Python, its libraries and pinned memory."""
+    """Return the peak memory of this process in GiB, including Python, its libraries and pinned memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / estimate.GIB
 
 

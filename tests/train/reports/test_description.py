@@ -54,7 +54,7 @@ def test_description_names_what_the_run_uses(corpus, caplog, tmp_path):
             facts | {"sequences_per_step": 1, "tokens_per_step": 61, "packing": {"web": facts["packing"][""]}},
         )
         assert "positions   sequences of 61 tokens are longer than the 32 positions of the model" in caplog.text
-        assert "vocabulary 257 of 300 rows, the others are not part of the loss\n" in caplog.text
+        assert "vocabulary 257 of 300 rows (the loss ignores the other rows)\n" in caplog.text
         assert any(message.endswith(" 1 sequence, 61 tokens") for message in caplog.messages)
         assert "documents web " in caplog.text
 

@@ -92,7 +92,7 @@ class HostActivations:
         return not self._is_cuda or x.nbytes >= MIN_BYTES
 
     def _copy(self, tensors: list[Tensor], start: int, to_host: bool) -> Any:
-        """Start to copy `tensors` to or from host memory, which holds them from byte `start` on. Return the final event."""
+        """Start to copy `tensors` to or from the host memory that begins at byte `start`. Return the final event."""
         # The compute stream may still use the memory of the copy's source or destination.
         self._copy_stream.wait_stream(self._streams.current_stream())
         end = self._streams.Event()

@@ -166,7 +166,7 @@ def needs(
 
 
 def inference_needs(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, num_tokens: int = 0) -> Needs:
-    """Return bytes that a rank certainly needs to generate `num_tokens` tokens, or with 0 tokens, to evaluate a batch."""
+    """Return the minimum bytes that a rank needs to generate `num_tokens` tokens, or to evaluate a batch if it is 0."""
     model, size, tokens = config.model, 2 if bf16 else 4, 0 if num_tokens else tokens_per_micro_step(config, shape)
     parameters = other_parameters(model, vocab_size) + model.layers * block_parameters(model)
     rows = sum(min(window or num_tokens, num_tokens) for window in model.windows) / shape.sequence

@@ -49,13 +49,13 @@ def empty_pinned(count: int, device: torch.device) -> Tensor:
 
 
 def run_with_cores(function: Callable[[], T], device: torch.device) -> T:
-    """Run a function in a thread that uses several cores. The function works on host memory."""
+    """Run a function in a thread whose operations on host memory use several cores."""
     with host_thread("host-memory", device) as thread:
         return thread.submit(function).result()
 
 
 def host_thread(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """Return an executor with one thread, which works on host memory and uses several cores.
+    """Return an executor with one thread, whose operations on host memory use several cores.
 
     The current device of the thread is `device`. If `device` has no index, the thread uses the caller's current device.
     """
