@@ -1,7 +1,7 @@
 """Hooks of the processes that run tests and of the process that prints the summary.
 
-With xdist, the process that prints the summary runs no tests, and the others start after it has loaded this file. It therefore
-does not load tests/worker.py, which needs several seconds to import torch, Triton and hypothesis.
+With xdist, the process that prints the summary runs no tests, and the others start after it has loaded this file. This file
+therefore does not load tests/worker.py, which needs several seconds to import torch, Triton and hypothesis.
 """
 
 from collections import Counter

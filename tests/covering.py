@@ -1,8 +1,8 @@
-"""Choose few combinations of parameters in which every few values of different parameters occur together.
+"""Choose a few combinations of parameters that contain every pair or triple of values.
 
-Most faults need a particular value of one parameter, or of two at once, for example one mask under one schedule. A covering
-array finds such faults with far fewer tests than all combinations: 5 masks, 3 layouts, 2 schedules and 2 transports have 60
-combinations, and 16 of them contain every pair of values.
+Most faults need a particular value of one parameter or of two, for example one mask under one schedule. A covering array finds
+such faults with far fewer tests than all combinations: 5 masks, 3 layouts, 2 schedules and 2 transports have 60 combinations,
+and 16 of them contain every pair of values.
 """
 
 from collections.abc import Iterable

@@ -42,7 +42,7 @@ multiprocessing.get_context("forkserver").set_forkserver_preload(
     ]
 )
 
-# A rank that runs for longer than this, in seconds, writes down where it is and exits. pytest's own timeout is longer.
+# After this many seconds, a rank writes its stacks to a file and exits. pytest's own timeout is longer.
 TIMEOUT = 240
 
 # The time in which gloo must connect all ranks. While a rank waits for connections, its timeout is five times as long.
@@ -70,7 +70,7 @@ def run_ranks(function: Callable, ranks: int, directory: Path, *args: object, ba
     Args:
         function: a function at the top level of a module. The ranks import that module.
         ranks: the number of processes.
-        directory: a directory for the file with which the ranks find each other, which may not exist yet.
+        directory: a directory, possibly new, for the file with which the ranks find each other.
         args: arguments that pickle can copy to the ranks.
         backend: a key of BACKENDS.
 
@@ -114,7 +114,7 @@ def _rank(
 ) -> None:
     """Join the process group as one rank and call the function."""
     _join(rank, ranks, directory, timeout, backend, environment)
-    # If the function fails, the process group is not destroyed first. Otherwise the other ranks would fail as well, before
+    # If the function fails, the process group is not destroyed first. Otherwise, the other ranks would fail as well, before
     # this rank could report its exception.
     function(*args)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Settings of every process of the tests, which shares the cores of the machine with other processes."""
+"""Settings of every test process, which shares the cores of the machine with other processes."""
 
 import base64
 import gc
@@ -14,7 +14,7 @@ def use_one_thread() -> None:
 
 
 def freeze_objects() -> None:
-    """Leave all objects that exist now out of later garbage collections.
+    """Exclude all objects that exist now from later garbage collections.
 
     Each collection takes 0.5 s in a process that has imported all tests.
     """

@@ -29,7 +29,7 @@ def budget(name: str) -> int:
 
 
 def count_words(text: str) -> int:
-    """Count what contains a letter or a digit between two spaces."""
+    """Count the words that contain a letter or a digit."""
     return sum(any(map(str.isalnum, word)) for word in text.split())
 
 
@@ -54,7 +54,7 @@ def size_of(source: str) -> Size:
 
 
 def size_of_folder(folder: str) -> Size:
-    """The size of all files of a folder, without those that it contains as links."""
+    """The size of all files of a folder, without linked ones."""
     files = [path for path in (ROOT / folder).rglob("*.py") if not any(parent.is_symlink() for parent in path.parents)]
     return Size(*map(sum, zip(*(size_of(path.read_text()) for path in files), strict=True)))
 

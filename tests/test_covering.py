@@ -12,7 +12,7 @@ SIZES = [(2, 2), (5, 3, 2, 2), (5, 3, 2, 10), (2, 2, 2, 2, 2, 2), (4, 1, 3)]
 @pytest.mark.parametrize("strength", [2, 3])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_choice_of_values_occurs(sizes: tuple[int, ...], strength: int) -> None:
-    """The array holds every choice for 2 or 3 parameters, and is at most twice as long as the longest ones require."""
+    """The array contains every choice for 2 or 3 parameters, and is at most twice as long as the longest parameters require."""
     cases = covering_array(list(sizes), strength)
     for chosen in combinations(range(len(sizes)), min(strength, len(sizes))):
         assert {tuple(case[i] for i in chosen) for case in cases} == set(product(*(range(sizes[i]) for i in chosen)))
@@ -24,7 +24,7 @@ def test_every_choice_of_values_occurs(sizes: tuple[int, ...], strength: int) ->
 
 
 def test_cases_outside_the_pairs_are_slow() -> None:
-    """Three parameters are tested in all combinations, of which those that contain every pair are quick."""
+    """All combinations of three parameters are tested. Those that contain every pair are quick."""
     sizes = {"mask": ("causal", "full", "window"), "layout": ("zigzag", "striped"), "ranks": (1, 2)}
     mark = every_pair(**sizes).mark
     names, cases = mark.args

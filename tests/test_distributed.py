@@ -92,7 +92,7 @@ def test_ranks_work_after_a_rank_failed(tmp_path: Path) -> None:
 
 
 def test_ranks_that_hang_report_their_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that exceeds the timeout fails the caller, and the error tells in which function the rank was."""
+    """If a rank exceeds the timeout, the caller fails, and the error names the rank's current function."""
     for timeout in (0.5, 5, 50):  # on a busy machine, the ranks need longer until they call the function
         monkeypatch.setattr(distributed, "TIMEOUT", timeout)
         with pytest.raises(mp.ProcessExitedException) as failure:

@@ -88,7 +88,7 @@ MODELS = {
 
 
 def check_the_training_loop(kind: str) -> None:
-    """Train one step on a ring with sharded parameters as the page says, and compare it with one process that has neither."""
+    """Train one step on a ring with sharded parameters as the page says, and compare it with one ordinary process."""
     model = new_model(kind, std=0.3, **MODELS[kind])
     tokens = random_tokens(1, sum(DOCUMENTS))
     reference, losses = copy.deepcopy(model), []
@@ -208,7 +208,7 @@ def texts_of(path: Path) -> Iterator[str]:
 
 
 def quoted_messages() -> list[tuple[str, str]]:
-    """The messages in the first columns of the tables of the how-to pages that have at least three words."""
+    """The messages of at least three words in the first columns of the how-to pages' tables."""
     pages = [page for page in PAGES if page.parent.name == "how-to"]
     cells = [(page.name, cell) for page in pages for cell in re.findall(r"^ *\| (.*?) \|", page.read_text(), re.MULTILINE)]
     quoted = [(name, text) for name, cell in cells for text in re.findall(r"`([^`]+)`", cell) if len(text.split()) > 2]
@@ -217,7 +217,7 @@ def quoted_messages() -> list[tuple[str, str]]:
 
 
 def test_quoted_messages_are_in_the_code() -> None:
-    """At least half of the pairs of neighbouring words of a message are in a string of the code. The others contain values."""
+    """At least half of a message's pairs of neighbouring words are in a string of the code. The others contain values."""
     folders = ("kernels", "ringattn", "train", "scripts")
     code = "\n\n".join(text for folder in folders for path in (ROOT / folder).rglob("*.py") for text in texts_of(path))
     messages = quoted_messages()

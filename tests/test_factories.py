@@ -6,7 +6,7 @@ import pytest
 
 from tests.test_imports import ROOT, modules
 
-# The functions of torch whose result is on the default device if no device is given.
+# The torch functions whose result is on the default device if no device is given.
 FACTORIES = {
     f"torch.{name}"
     for name in (

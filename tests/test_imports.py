@@ -148,7 +148,7 @@ def test_preparation_needs_no_torch() -> None:
 
 
 def test_public_names_are_imported_lazily() -> None:
-    """Every public name exists, is listed, and is the name of no submodule, which would replace it as an attribute."""
+    """Every public name exists and is listed. No submodule has the same name, because it would replace the attribute."""
     assert set(ringattn._MODULES) == set(ringattn.__all__) <= set(dir(ringattn))
     for name in ringattn.__all__:
         assert getattr(ringattn, name).__module__ == f"ringattn.{ringattn._MODULES[name]}"

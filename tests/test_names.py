@@ -31,7 +31,7 @@ def words_of(name: str) -> list[str]:
 
 
 def names(path: Path) -> Iterator[str]:
-    """The names that a module defines: of itself, functions, classes, arguments, variables and attributes."""
+    """The names of a module and of its functions, classes, arguments, variables and attributes."""
     yield path.stem
     for node in ast.walk(ast.parse(path.read_text())):
         match node:

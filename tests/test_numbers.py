@@ -165,7 +165,7 @@ def function_source(path: str, name: str) -> str:
 
 
 def test_the_quoted_code_is_in_the_named_functions() -> None:
-    """The table of the three words leads to code that exists."""
+    """The code in the table of three words exists."""
     rows = re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \| `(\w+)` \| `(.+)` \|$", (DOCS / "tour.md").read_text(), re.MULTILINE)
     assert len(rows) >= 14
     for path, name, code in rows:

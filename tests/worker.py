@@ -89,7 +89,7 @@ def release_gpu_memory() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def exit_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make os._exit raise an exception in the process of the tests, which would otherwise end without a report."""
+    """Make os._exit raise an exception in the test process, which would otherwise end without a report."""
     process, exit_process = os.getpid(), os._exit
 
     def fail(status: int) -> None:
@@ -101,7 +101,7 @@ def exit_is_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # At its first use, `with torch.device(...)` remembers the functions that it affects. These must be the original functions, not
-# those that the fixture `poison` puts in their place.
+# the replacements from the fixture `poison`.
 with torch.device("meta"):
     torch.empty(0)
 
@@ -121,6 +121,6 @@ def _poisoned(allocate):
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that elements which are read before they are written change the result."""
+    """Fill new tensors with NaN, so that reading an element before it is written changes the result."""
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))

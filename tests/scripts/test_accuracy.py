@@ -1,4 +1,4 @@
-"""The float64 results are those of the reference as a whole, and the measures of error find small faults."""
+"""Float64 results in parts equal those of the whole reference, and the error measures find small faults."""
 
 import pytest
 import torch

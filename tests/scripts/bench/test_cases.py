@@ -61,7 +61,7 @@ def test_grouped_heads_have_fewer_bytes():
 
 
 def test_skipped_keys_exceed_the_tolerance():
-    """Four keys of 1,024 are the same share as a tile of 64 keys of 16,384."""
+    """Four of 1,024 keys are the same share as 64 of 16,384 keys, which are a tile."""
     case = Case("full", 1024, 2, 64)
     q, k, v, dout = case.inputs(CPU)
     expected = expected_results(case, q, k, v, dout)["out"]
@@ -72,7 +72,7 @@ def test_skipped_keys_exceed_the_tolerance():
 
 
 def test_first_and_last_groups_of_heads_are_checked():
-    """With grouped heads the checked query heads are those of the first and the last key head."""
+    """With grouped heads, the checked query heads are those of the first and the last key head."""
     case = Case("causal", 128, heads=6, head_dim=16, key_heads=3)
     tensors = case.inputs(CPU)
     expected = expected_results(case, *tensors)

@@ -19,7 +19,7 @@ CASES = [Case(1, 64, 4, 2, 16), Case(2, 96, 4, 4, 16, queries=3), Case(1, 2**20)
 
 
 def capture(call: Implementation, layers: list[Layer]) -> ReferenceType:
-    """Run the call, and return a weak reference to it in place of a graph, which does not keep its inputs alive either."""
+    """Run the call, and return a weak reference to it instead of a graph. Neither keeps its inputs alive."""
     call.attend(layers[0])
     return ref(call.attend)
 
@@ -64,7 +64,7 @@ def test_every_case_that_fits_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_library_that_is_not_installed_has_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every figure keeps its place in the cell."""
+    """All other figures keep their places in the cell."""
     implementations = bench_decode.implementations
 
     def two(case: Case, q: torch.Tensor) -> dict[str, Implementation]:
@@ -139,7 +139,7 @@ def test_a_pattern_without_a_match_is_an_error(tmp_path: Path) -> None:
 
 
 def test_generation_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a matching case, only tokens are generated. A failure of an implementation is reported."""
+    """If no case matches, only tokens are generated. A failure of an implementation is reported."""
     speeds = {"ringattn": Speed(10.0, 20_000_000_000), "transformers": "ImportError: no transformers"}
     monkeypatch.setattr(bench_decode.generation, "measure", lambda *_: speeds)
     assert bench_decode.main(["--output", str(tmp_path), "--only", "-", "--model", "tiny"]) == 0

@@ -1,4 +1,4 @@
-"""The benchmark of kernels, with tiny cases on the CPU and a fake clock: no speed is reported of a wrong result."""
+"""The benchmark of kernels, with tiny cases on the CPU and a fake clock: no speed is reported for a wrong result."""
 
 import json
 from collections.abc import Callable

@@ -28,8 +28,8 @@ SMALL = Case("causal", 16, heads=2, head_dim=128, key_heads=1)
 def test_messages_of_two_ranks(schedule: str, forward: int, both: int) -> None:
     """Rank 0 has the positions 0-3 and 12-15, and rank 1 has those between.
 
-    Of rank 0, only the first four keys, or the last four queries, interact with rank 1. Of rank 1, all eight do. If results
-    return to their owners, the step in between has no message.
+    Only the first four keys and the last four queries of rank 0 interact with rank 1, but all eight of rank 1 interact with
+    rank 0. If results return to their owners, the step in between has no message.
     """
     hops = {"kv": (1, 3), "state": (2, 4)}[schedule]
     assert count_messages(SMALL, schedule, 2, NVLINK) == {

@@ -1,4 +1,4 @@
-"""The report of the ring benchmark: tables that are checked by hand, a report written again, and runs that are joined."""
+"""The report of the ring benchmark: tables that are checked by hand, a repeated report, and joined runs."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_table_of_speed() -> None:
 
 
 def test_table_of_communication() -> None:
-    """250 us are exposed over one hop, and 3 us over three. A ring may be faster than local. Without local there is a "-"."""
+    """250 us are exposed over one hop, and 3 us over three. A ring may be faster than local. Without local, there is a "-"."""
     header, _, *lines = cells(ring_report.communication_table(HEADER, rows()))
     assert header[2:5] == ["schedule, forward / backward", "hops", "MiB sent by the busiest rank"]
     assert [curve[:-1] for curve in lines] == [

@@ -14,7 +14,7 @@ def record(seconds: float, mfu: float = 0.4) -> dict:
 
 
 def test_rates_count_the_tokens_of_the_second_half():
-    """A slow step counts as long as it takes."""
+    """A slow step counts with its full time."""
     rates = scaling.rates([record(9.0)] * 2 + [record(0.1), record(0.3, mfu=0.2)], ranks=2)
     assert rates["seconds"] == pytest.approx(0.2)
     assert rates["tokens_per_s"] == pytest.approx(2000 / 0.4)

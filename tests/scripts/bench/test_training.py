@@ -68,7 +68,7 @@ def test_job_with_an_error_does_not_stop_the_benchmark(tmp_path: Path, without_g
     ],
 )
 def test_exit_status(good: str, failing: str, status: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, without_gpus):
-    """A stock job may fail, but not all jobs, and none of ours."""
+    """Some stock jobs may fail, but not all, and none of ours."""
 
     def measure(variant: str, model: str, length: int, *_) -> bench_training.Row:
         return row(variant, length, 1000) if variant in good.split() else {"variant": variant, "length": length, "failed": "x"}

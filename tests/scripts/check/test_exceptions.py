@@ -10,7 +10,7 @@ from scripts.check.exceptions import DIFFERENT, KINDS, NONE, SAME, SOME, draw_ev
 
 
 def test_events_are_drawn_as_the_kinds_say() -> None:
-    """Every kind occurs, and only the limited number of calls may end in a fault."""
+    """Every kind occurs, and only a limited number of calls may end in a fault."""
     events = draw_events(300, ranks=3, faults=20, few_different=True, seed=0)
     assert {event.kind for event in events} == set(KINDS)
     assert sum(event.kind in (SOME, DIFFERENT) for event in events) == 20

@@ -10,7 +10,7 @@ SMALL = ("--device", "cpu", "--queries", "8", "--keys", "300", "--dim", "32", "-
 
 
 def test_tables_are_printed_and_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """FP8 has the error of its rounded inputs, which is larger than the error of bf16."""
+    """FP8 has the error of its rounded inputs, which exceeds the error of bf16."""
     assert check_fp8.main([*SMALL, "--output", str(tmp_path)]) == 0
     text = (tmp_path / "check_fp8.md").read_text()
     assert capsys.readouterr().out.startswith(text)

@@ -1,4 +1,4 @@
-"""The check of training on rings passes, and reports ignored documents, labels and tokens of other ranks."""
+"""The check of training on rings passes, and reports rings that ignore documents, labels or tokens of other ranks."""
 
 import os
 from contextlib import nullcontext, redirect_stdout

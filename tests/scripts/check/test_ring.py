@@ -1,4 +1,4 @@
-"""The check of a ring: it compares every way and mask with float64, and reports a single wrong row."""
+"""The check of a ring: it compares every transport, schedule and mask with float64 results, and reports a single wrong row."""
 
 from pathlib import Path
 

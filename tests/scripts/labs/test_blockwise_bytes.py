@@ -1,4 +1,4 @@
-"""The model of bytes against the bytes that the tiles of the blockwise kernel load."""
+"""The predicted bytes against the bytes that the tiles of the blockwise kernel load."""
 
 import pytest
 import torch

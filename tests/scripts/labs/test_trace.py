@@ -27,7 +27,7 @@ def test_a_row_of_four_scores_on_one_rank() -> None:
 
 
 def test_a_row_of_four_scores_on_two_ranks() -> None:
-    """The query is merged on its owner, after one hop to the other rank and one hop back."""
+    """The query's states are merged on its owner, after one hop to the other rank and one hop back."""
     events = trace_ring(ROW, 2, 2).events
     assert [(event.hop, event.rank, list(event.tile)) for event in events] == [(0, 0, [0, 1]), (1, 1, [2, 3]), (2, 0, [])]
     assert events[2].alpha == pytest.approx((math.exp(-2), 1), rel=1e-14)
@@ -48,7 +48,7 @@ def test_the_five_tokens() -> None:
 @pytest.mark.parametrize("problem", [ROW, LONG, Problem.five_tokens()], ids=("row", "long", "five-tokens"))
 @pytest.mark.parametrize("tile", [1, 2, 3, 100])
 def test_every_state_is_the_state_of_its_keys(problem: Problem, tile: int) -> None:
-    """On every ring, each event has the state of exactly the keys that it names, and no event is missing or double."""
+    """On every ring, each event has the state of exactly the keys that it names. Each event occurs once."""
     scores = problem.scores
     for ranks in range(1, min(len(scores), 5) + 1):
         found = trace_ring(problem, tile, ranks)

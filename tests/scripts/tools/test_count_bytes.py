@@ -27,9 +27,9 @@ def test_sequence_that_fits_in_l2_is_read_from_dram_once() -> None:
 
 
 def test_prediction_is_close_to_the_counters_of_the_hardware() -> None:
-    """docs/io.md contains the predictions, and an error of the model by a factor of 3 would be outside of the bounds.
+    """docs/io.md contains the predictions. If the model were wrong by a factor of 3, predictions would exceed the bounds.
 
-    The largest difference is in the reads of DRAM, if the operands do not fit into L2.
+    The largest difference is in DRAM reads if the operands do not fit into L2.
     """
     page = (Path(__file__).parents[3] / "docs" / "io.md").read_text()
     rows = re.findall(r"^\| ([\d,]+) \| (causal|full) \| (forward|key gradient|query gradient) \| (.*) \|$", page, re.MULTILINE)

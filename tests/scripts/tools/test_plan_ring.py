@@ -1,4 +1,4 @@
-"""The planner: bytes are those of the schedules, times follow by hand, and more work or slower hardware takes no less time."""
+"""The planner: bytes equal the schedules', times are computed by hand, and more work or slower hardware takes no less time."""
 
 import json
 import math
@@ -80,7 +80,7 @@ INVALID = {
 @pytest.mark.parametrize(("mask", "window"), MASKS)
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_bytes_are_those_of_the_schedule(ranks: int, mask: str, window: int | None, kind: str, name: str) -> None:
-    """The bytes of the busiest rank, with relaying and without; under a full mask they are also computed by hand."""
+    """The bytes of the busiest rank, with and without relaying. For a full mask, they are also computed by hand."""
     if kind == "contiguous" and mask == "causal" and window:
         ranks = 2  # Longer rings with these settings are planned as shorter ones.
     layer = Layer(1024, 8, 2, 64, ranks, batch=2, mask=mask, window=window, layout=kind, schedule=name)

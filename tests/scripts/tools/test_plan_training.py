@@ -1,4 +1,4 @@
-"""The planner of training runs: its output, and what it proposes if nothing fits."""
+"""The planner of training runs: its output, and its proposal if nothing fits."""
 
 import re
 
