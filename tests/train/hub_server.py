@@ -78,7 +78,7 @@ def _hash(content: bytes) -> str:
 
 
 def use_server(rank: int = 0) -> None:
-    """Send the requests of this process to the server at HF_ENDPOINT. The libraries have read this variable at their import."""
+    """Send the requests of this process to the server at HF_ENDPOINT. The libraries have already read this variable."""
     datasets.config.HF_ENDPOINT = constants.ENDPOINT = os.environ["HF_ENDPOINT"]
     constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
     constants.HF_HUB_CACHE = os.environ["HF_HUB_CACHE"]

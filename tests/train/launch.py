@@ -156,7 +156,9 @@ def own_errors(stderr: str) -> str:
 
 
 def kill_tree(root: int) -> None:
-    """Kill a process and all its descendants. Ranks of torchrun are not in its process group, so killing that is not enough."""
+    """Kill a process and all its descendants. Ranks of torchrun are not in its process group, so killing the group is not
+    enough.
+    """
     for pid in {root} | descendants(root):
         os.kill(pid, signal.SIGKILL)
 

@@ -72,7 +72,7 @@ OTHERS = [
 def generate() -> Iterator[str]:
     """Yield the command lines."""
     yield from (shlex.join(text.split(" ") if not text.startswith("a b") else [text]) for text in OTHERS)
-    # The values that no number can be are the same for all settings of a type, so each setting has one of them.
+    # The values that are not numbers are the same for all settings of a type, so each setting tests one.
     for number, (name, (low, _)) in enumerate(RANGES.items()):
         group, _, setting = name.partition(".")
         is_float = "float" in str(type(getattr(Config(), group)).__annotations__[setting])

@@ -95,7 +95,7 @@ def digest(sequence: tuple) -> str:
 
 
 def observe(rank: int) -> None:
-    """Write the digest of each sequence that this process trains on to a file, and kill the process at a random moment.
+    """Write to a file the digest of each sequence that this process trains on. Kill the process at a random moment.
 
     The variable KILL contains the rank to kill, and the number of sequences after which its last second begins.
     """

@@ -1,7 +1,7 @@
-"""Every accepted folder of a model gives the logits of transformers in float64, and is exported again without a change.
+"""Every accepted model folder gives the same float64 logits as in transformers, and is exported again unchanged.
 
-The parameters are the type of the model with its window, the scaling of its rotary positions, the matrix of its output head
-and the number of rows of its embedding. Every folder also has the files of a chat model.
+The tests vary the type of the model with its window, the scaling of its rotary positions, the matrix of its output head and the
+number of rows of its embedding. Every folder also has the files of a chat model.
 """
 
 import json

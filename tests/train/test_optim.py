@@ -115,7 +115,7 @@ def test_shards_are_updated_as_by_pytorch():
 
 
 def build_8bit(seed: int) -> tuple[nn.Module, optim.AdamW]:
-    """A model, sharded over the ranks, whose two rows leave a third rank without any, and its optimizer."""
+    """A model of two rows, sharded over the ranks, and its optimizer. A third rank has no rows."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"few": (2, 4096), "odd": (7, 3, 256), "norm": (5,)}
     parameters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}

@@ -47,8 +47,8 @@ def no_request(monkeypatch):
 
 
 def test_repeated_sigterm_is_one_request(capfd):
-    """torchrun forwards a SIGTERM that its ranks may have received themselves. The console shows it at once, even if the main
-    thread waits.
+    """torchrun forwards a SIGTERM that its ranks may also have received directly. The console shows it at once, even if the
+    main thread waits.
     """
     previous = signal.getsignal(signal.SIGTERM)
     with one_rank(), handle_stop_signals():
@@ -203,7 +203,7 @@ def receive_sigterm_in_micro_step(number: int, rank: int = 0) -> list[int]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run without a request."""
+    """The directory of an uninterrupted run."""
     directory = tmp_path_factory.mktemp("whole")
     with one_rank(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", directory / "cache")
@@ -411,7 +411,7 @@ def ignore_requests(started: Event, noticed: Event, is_stuck: bool) -> None:
 
 @pytest.mark.slow
 def test_launch_begins_when_the_process_starts():
-    """Python and torch take seconds to start, which count as well."""
+    """The seconds in which Python and torch start count as well."""
     code = "import time; start = time.monotonic(); time.sleep(1); from ringattn.train import preemption; "
     code += "print(start - preemption.LAUNCH_TIME)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout

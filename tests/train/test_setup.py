@@ -60,7 +60,7 @@ def test_text_that_differs_between_hosts_is_an_error(tmp_path):
 
 
 def test_a_damaged_document_is_not_reported_as_another_text(corpus, monkeypatch):
-    """The checksum of the text reads documents. On one rank only, the error must also reach the others."""
+    """The checksum of the text reads documents. If only one rank has an error, the error must also reach the others."""
     damaged = property(lambda self: (_ for _ in ()).throw(ConfigError("a document is damaged")))
     monkeypatch.setattr(PackedDataset, "fingerprint", damaged)
     with one_rank(), pytest.raises(ConfigError, match=r"^a document is damaged$"):
@@ -77,7 +77,7 @@ def test_a_router_that_cannot_learn_is_rejected(corpus):
 
 @pytest.mark.parametrize(("done", "consumed", "steps"), [(0, 0, 5), (2, 8, 3), (4, 4, 7), (9, 12, 9)])
 def test_a_resumed_run_ends_before_its_text_runs_out(done, consumed, steps):
-    """The text has 11 sequences, and a step two. Earlier steps may have had other numbers of sequences."""
+    """The text has 11 sequences, and a step has two. Earlier steps may have had other numbers of sequences."""
     mesh, data = SimpleNamespace(dp=SimpleNamespace(size=lambda: 2)), SimpleNamespace(sequences_per_epoch=11)
     config = with_settings(Config(), {"data.exhausted": "end", "trainer.batch_size": 1})
     with one_rank():

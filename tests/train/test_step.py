@@ -1,4 +1,4 @@
-"""Tests of one optimizer step: it equals a step of plain PyTorch, and the next step is prepared while it runs."""
+"""Tests of one optimizer step: it equals a step of plain PyTorch, and meanwhile the next step is prepared."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,7 +82,7 @@ def routing_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def expert_balance(logits: torch.Tensor) -> list[torch.Tensor]:
-    """The loss of all ranks together, its gradient for the logits of this rank, and the metrics of a step."""
+    """The loss of all ranks together, its gradient for this rank's logits, and the metrics of a step."""
     model = ModelConfig(layers=2, experts=5, balance_loss=0.3)
     balance = step.ExpertBalance(SimpleNamespace(config=Config(model=model), device="cpu"), micro_steps=2)
     logits.requires_grad_()

@@ -1,4 +1,4 @@
-"""Tests of the sequence of a run: what it writes, how it resumes, and which checkpoints and settings do not fit each other."""
+"""Tests of a run's sequence: what it writes, how it resumes, and which checkpoints and settings do not match."""
 
 import errno
 import json
@@ -49,7 +49,7 @@ def summary_of(directory: Path) -> dict:
 
 
 def test_run_writes_its_files(corpus, outputs, run_command_line, capfd, tmp_path, monkeypatch):
-    """If a result of another run is linked in place of a file, the link is replaced, and its target does not change."""
+    """If a file is a link to a result of another run, the link is replaced, and its target does not change."""
     links = "metrics.jsonl", "metrics.tmp", "loss.png", "sample.txt", "summary.json", "summary.tmp", ".lock", "run.log"
     links += ("data_wait.png",)
     (outputs / "a").mkdir(parents=True)
@@ -121,7 +121,7 @@ def contents_of(directory: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", [[], ["trainer.sample_tokens=4"]], ids=str)
 def test_inspecting_a_completed_run_changes_none_of_its_results(overrides, settings, outputs, run_command_line, capfd):
-    """The settings of the run are not repeated. With the default settings, the run would have 1,500 steps."""
+    """The command repeats no settings. With the default settings, the run would have 1,500 steps."""
     assert run_command_line(*settings, "name=a", "trainer.steps=2") == 0
     before = contents_of(outputs / "a")
     assert run_command_line("name=a", *overrides) == 0

@@ -76,7 +76,7 @@ def test_copies_equal_the_tensors_and_reuse_their_memory():
 
 
 def test_files_are_those_of_a_save_in_the_foreground(tmp_path):
-    """Also if the tensors change at once, as they do in the next step."""
+    """This holds even if tensors change at once, as in the next step."""
     with one_rank():
         expected = storage.save(tmp_path / "foreground", 3, tensors(), {"sequences": 1}, 2)
         with Saver(CPU, 16, 60) as saver:
@@ -310,7 +310,7 @@ def test_error_of_one_rank_ends_the_run_on_all_ranks(corpus, tmp_path):
     run_ranks(train_until_error, 2, tmp_path / "store", corpus, tmp_path, 2)
 
 
-# When a rank is killed: in a call of this function of `storage`, counted from 1.
+# A rank is killed in this call, counted from 1, of this function of `storage`.
 MOMENTS = {
     "middle of the shards": ("write", 40),
     "before the renaming": ("_publish", 1),

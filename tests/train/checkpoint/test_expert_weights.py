@@ -1,4 +1,4 @@
-"""Weights of experts that are written in a format of Hugging Face are read back, also a part of the experts."""
+"""Weights of experts that are written in a Hugging Face format are read back, also for some experts only."""
 
 import pytest
 import torch

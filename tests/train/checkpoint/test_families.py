@@ -1,4 +1,4 @@
-"""A small random model of every family has the logits of transformers, and is exported, trained and sampled like there."""
+"""A small random model of every family has the same logits, exports, gradients and samples as in transformers."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ from tests.train.jobs import job, one_rank
 from tests.train.launch import write_corpus
 
 TOKENS = torch.randint(257, (40,), generator=torch.Generator().manual_seed(1))
-# Entries of config.json of all models, except if a family has other ones.
+# Entries of config.json of all models, unless a family has its own.
 SIZES = {
     "vocab_size": 259,
     "hidden_size": 64,
@@ -306,7 +306,7 @@ def test_every_rank_loads_its_own_rows_of_weights_in_one_tensor(tmp_path):
     run_ranks(load_on_a_rank, 3, tmp_path / "ranks", folder, tmp_path / "expected.pt")
 
 
-# Entries as earlier versions of transformers wrote them, which replace those of a model.
+# Entries that earlier versions of transformers wrote. They replace those of a model.
 OLDER = {
     "gemma3_text": {
         "rope_parameters": None,

@@ -27,7 +27,7 @@ def messages(monkeypatch, caplog) -> Callable[[], list[str]]:
 
 
 def slow(function: Callable, until: Callable[[], bool]) -> Callable:
-    """A replacement for a function that calls the function, and returns as soon as a condition holds."""
+    """A function that calls the replaced function, and returns as soon as a condition holds."""
 
     def run(*arguments, **options):
         result = function(*arguments, **options)

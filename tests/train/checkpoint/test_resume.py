@@ -342,7 +342,7 @@ def test_an_earlier_run_switched_off_a_fraction_without_effect():
 
 
 def test_scaling_without_a_factor_is_not_read():
-    """Earlier versions saved a length that had no effect."""
+    """Earlier versions saved this length although it had no effect."""
     assert saved_config(meta_of(changed("model.rope_trained_len", 8192))).model == Config().model
 
 

@@ -339,7 +339,7 @@ def test_space_of_checkpoints_that_will_be_removed_is_free(tmp_path, monkeypatch
 
 
 def test_unexpected_files_next_to_the_checkpoints_do_not_matter(tmp_path):
-    """Files with the names of checkpoints that were being written are removed like these. Other files are kept."""
+    """Files with the names of incomplete checkpoints are removed, too. Other files are kept."""
     save(tmp_path, 1)
     for name in (".step_00000001", ".step_00000002.tmp", "step_00000003", "step_4", "notes.txt"):
         (tmp_path / name).touch()
@@ -372,7 +372,7 @@ def test_only_tensors_can_be_saved(value, tmp_path):
 
 
 def edit_meta(path: Path, **changes: object) -> None:
-    """Change entries of meta.json as somebody would who does not know of its checksum."""
+    """Change entries of meta.json without updating its checksum."""
     meta = json.loads((path / "meta.json").read_text())
     (path / "meta.json").write_text(json.dumps(meta | changes))
 

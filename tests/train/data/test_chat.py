@@ -72,7 +72,7 @@ def test_tokens_of_a_span(tmp_path):
 @pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_only_answers_and_their_stop_tokens_have_a_loss(template, trims, tmp_path):
-    """The tokens are those of transformers. Its mask of a marked template is the reference."""
+    """The tokens equal those of transformers, whose mask for marked templates is the reference."""
     config = config_of(tmp_path, TEMPLATES[template])
     if trims:
         trim_offsets(config.tokenizer)
@@ -176,7 +176,7 @@ def test_entries_that_the_template_does_not_use_are_rejected(tmp_path):
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_tools_are_rendered_without_a_loss(template, tmp_path):
-    """The tokens are those of transformers. Data sets contain tools as objects, with None (Parquet), or as JSON text."""
+    """The tokens equal those of transformers. Data sets contain tools as objects, with None (Parquet), or as JSON text."""
     config = config_of(tmp_path, WITH_TOOLS + template)
     encode, reference = encoder_of(config), PreTrainedTokenizerFast(tokenizer_file=config.tokenizer)
     text = reference.apply_chat_template(CHAT, tools=TOOLS, chat_template=WITH_TOOLS + CHATML, tokenize=False)

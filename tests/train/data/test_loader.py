@@ -126,8 +126,8 @@ def ahead() -> Iterator[AheadLoader]:
 
 
 def test_a_process_prepares_the_same_steps(ahead: AheadLoader) -> None:
-    """Steps 0 to 5, then two steps that do not follow. From the fifth step on, attention is planned ahead, also of the layers
-    with another mask.
+    """Steps 0 to 5, then two non-consecutive steps. From the fifth step on, attention is planned ahead, also for layers with
+    another mask.
     """
     inline, config = Loader(), preparation(seq_len=5000)
     layers = {"model.layer_types": ["sliding", "full"], "model.window": 700}
@@ -208,7 +208,7 @@ def test_the_error_of_a_process_reaches_the_trainer() -> None:
 
 
 def test_an_unreadable_message_ends_the_wait_of_the_trainer() -> None:
-    """Text instead of the size of a message, such as that of a library which prints while it is imported."""
+    """The message's size is replaced by text, such as that of a library which prints at import."""
     ours, theirs = socket.socketpair()
     received = queue.SimpleQueue()
     thread = threading.Thread(target=loader._receive_all, args=(ours, received), daemon=True)
@@ -279,7 +279,7 @@ def test_the_process_ends_with_the_trainer(action: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux kills a process together with its parent")
 def test_the_process_ends_if_the_trainer_died_before_it_started() -> None:
-    """Its parent is then another process than the trainer, and another process may keep its input open."""
+    """The parent is then not the trainer, and another process may keep the input open."""
     with subprocess.Popen([sys.executable, "-c", loader.START, "1"], stdin=subprocess.PIPE) as process:
         assert process.wait(100) == 1
 

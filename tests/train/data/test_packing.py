@@ -180,7 +180,7 @@ def test_the_checksum_of_samples_identifies_the_text():
 
 @pytest.mark.parametrize("fraction", [0.0, 0.3])
 def test_a_change_of_any_document_changes_the_fingerprint(fraction):
-    """Also if `sampled` does not read the document, or if the document is partly held out."""
+    """This holds even if `sampled` does not read the document, or part of it is held out."""
     documents = [[number, 1, 2] for number in range(200)]
 
     def training(corpus: list[list[int]]) -> PackedDataset:

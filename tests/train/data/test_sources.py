@@ -127,7 +127,7 @@ def test_links_that_form_a_cycle_do_not_multiply_the_files(path, tmp_path):
 
 
 def test_faults_of_joined_files(tmp_path):
-    """A faulty file is skipped without its folder. A folder may not be larger than a document."""
+    """A faulty file is skipped, but not its folder. A folder may not be larger than a document."""
     root, large = tmp_path / "text", b"x" * 600_000
     write_files(root, {"a/bad.txt": b"\xff", "a/good.txt": b"good", "big/1": large, "big/2": large})
     settings = {"path": str(root), "join": "folder", "max_document_mb": 1}

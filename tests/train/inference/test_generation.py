@@ -86,7 +86,7 @@ def expected() -> dict:
 
 @pytest.fixture(scope="module")
 def early() -> tuple[int, list[int]]:
-    """A token for `eos` that the model generates before the limit, and the tokens up to there."""
+    """A token for `eos` that the model generates before the limit, and the tokens up to this token."""
     texts = ((eos, generate_without_cache(random_model(), PROMPTS[1], NUM_TOKENS, eos)) for eos in range(VOCAB))
     return next((eos, tokens) for eos, tokens in texts if 3 < len(tokens) < NUM_TOKENS)
 

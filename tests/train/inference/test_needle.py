@@ -19,7 +19,7 @@ from tests.train.parallel.test_equivalence import prepare
 
 
 def accuracies(directory: Path, corpus: str, dp: int, ring: int, answers: str) -> dict:
-    """Return the accuracies of a random model. With `answers="own"`, the expected answers are its own, but one token at 60%."""
+    """Return the accuracies of a random model. With `answers="own"`, its own answers are expected, except one token at 60%."""
     prepare(directory)
     config = with_settings(job(corpus, dp, ring=ring), {"trainer.batch_size": 2, "trainer.eval_tokens": 1, "data.seq_len": 300})
     run = run_setup.build(config)

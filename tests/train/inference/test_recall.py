@@ -113,7 +113,7 @@ def test_request_to_stop_ends_the_evaluation(batch_size, monkeypatch):
 
 
 def fixed_values(tokens: torch.Tensor) -> torch.Tensor:
-    """A predictor that needs no other token: it always predicts the same value for a key."""
+    """A predictor that ignores all other tokens: it always predicts the same value for a key."""
     return FIRST_VALUE + (tokens * 7) % NUM_VALUES
 
 

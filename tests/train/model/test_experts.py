@@ -1,4 +1,4 @@
-"""Experts compute what a loop over all tokens computes, forward and every gradient. The balance loss is transformers'."""
+"""Experts compute what a loop over all tokens computes, forward and every gradient. The balance loss equals Hugging Face's."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def inputs(tokens: int = 40, dim: int = 16) -> torch.Tensor:
 
 
 def expected(experts: Experts, x: torch.Tensor) -> torch.Tensor:
-    """Every token for itself, with all experts."""
+    """Compute each token separately, with all experts."""
     config, rows = experts.config, []
     for token in x.flatten(0, 1):
         logits = experts.router(token)
@@ -113,7 +113,7 @@ def test_the_balance_loss_is_that_of_transformers():
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_bf16_on_a_gpu_is_as_accurate_as_a_loop(shape, compiled):
-    """Also if some experts have no token, or a number of tokens that is not a multiple of 8."""
+    """Some experts have no token, or a number of tokens that is not a multiple of 8."""
     settings = dict(dim=64, ffn_dim=96) | SHAPES[shape]
     exact, x = build(**settings).cuda(), inputs(300, 64).cuda().requires_grad_()
     with torch.no_grad():

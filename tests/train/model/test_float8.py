@@ -38,7 +38,7 @@ def relative_error(x: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("tokens", [32, 37], ids=["a multiple of 16", "padded"])
 def test_outputs_and_gradients_have_the_errors_of_fp8(tokens):
-    """Every linear layer, next to the same layer in float64."""
+    """Compare every linear layer with the same layer in float64."""
     for layer, plain in zip(build(True).blocks[0].children(), build(False).blocks[0].double().children(), strict=True):
         inputs = torch.randn(2, tokens, layer.in_features, requires_grad=True)
         exact = inputs.detach().double().requires_grad_()
@@ -128,7 +128,7 @@ def test_run_learns_as_without_fp8_and_resumes_without_it(corpus, tmp_path, monk
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [256, 250])
 def test_compiled_blocks_have_the_errors_of_fp8_on_a_gpu(tokens):
-    """Compared with the same compiled blocks in bf16. The gradients of the keys pass through several layers."""
+    """Compare with the same compiled blocks in bf16. The gradients of the keys pass through several layers."""
     device, grads = torch.device("cuda", 0), {}
     inputs, angles = torch.randn(1, tokens, 256), torch.rand(tokens, 1, 32)
     for use in (False, True):

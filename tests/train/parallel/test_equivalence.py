@@ -40,7 +40,7 @@ SLOW_MESHES = {
 }
 CHAT_MESH = (2, dict(ring=2))
 RINGS = [1, 2, 4]
-# Within these steps, the loss falls by a third.
+# In these steps, the loss falls by a third.
 TEN_STEPS = {"trainer.steps": 10, "trainer.eval_every": 4, "optim.lr": 1e-2}
 
 
@@ -109,7 +109,7 @@ def slow_first_steps(corpus, directory, first_step_of_one_rank) -> dict:
 
 def assert_equal_steps(result: dict, expected: dict) -> None:
     assert {"eval_loss", "eval_loss_at/16", "eval_loss_at/61", "eval_targets"} <= expected["losses"].keys()
-    # The error of the difference between two almost equal losses has a larger relative error than the losses.
+    # The difference between two almost equal losses has a larger relative error than the losses.
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
     assert result["gradients"].keys() == expected["gradients"].keys()
     assert len(expected["gradients"]) == 2 + 2 * 9

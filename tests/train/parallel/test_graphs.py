@@ -56,7 +56,7 @@ def test_large_models_do_not_use_graphs():
 
 
 def test_shards_of_different_lengths_cannot_be_captured():
-    """The zigzag layout of two ranks has four pieces. Layouts of chunks are equal only if all chunks are."""
+    """The zigzag layout of two ranks has four pieces. Assigned shards are equal only if all chunks are."""
     assert uses(32_768, 2, wanted=True)
     assert uses(32_767, 1, wanted=True)
     for tokens in (32_766, 40_960):
@@ -76,7 +76,7 @@ def test_layers_with_different_masks_are_captured_only_without_a_ring():
 
 @pytest.mark.parametrize("kernel", ["blockwise", "reference"])
 def test_attention_of_pytorch_is_not_captured(kernel):
-    """It reads the mask on the host."""
+    """PyTorch's attention reads the mask on the host."""
     config = Config(model=DEFAULT, data=DataConfig(seq_len=32_768), trainer=TrainerConfig(batch_size=1))
     config = with_settings(config, {"parallel.kernel": kernel})
     assert not graphs.uses_graphs(config, MeshShape(1, 2, 1), CUDA, compiled=True, bf16=True)

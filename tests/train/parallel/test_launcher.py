@@ -14,7 +14,7 @@ from tests.train.launch import SMALL, descendants, start, wait_until, write_corp
 
 
 def begin_on_all_ranks(store: dist.Store, ranks: int) -> list[tuple[dist.Store, int]]:
-    """Call `begin_attempt` on several ranks at the same time, which are threads."""
+    """Call `begin_attempt` at the same time on several ranks, which are threads."""
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(lambda rank: begin_attempt(store, rank, ranks), range(ranks)))
 

@@ -93,7 +93,7 @@ def test_the_host_determines_the_time_of_a_short_step(ring, steps_of_passes, mac
 
 
 def test_attention_of_all_layers_is_predicted(machine):
-    """Half of the layers have a window. Documents reduce the pairs of full layers to a half, and leave those of the window."""
+    """Half of the layers have a window. Documents halve the pairs of full layers, and do not change those of window layers."""
     gpus, config = machine("H200", 2), with_settings(job("1.4b", 131_072), {"model.window": 4096})
     mixed = with_settings(config, {"model.layer_types": ["sliding", "full"]})
     full = with_settings(config, {"model.layer_types": ["full"]})
@@ -112,7 +112,7 @@ def test_attention_of_all_layers_is_predicted(machine):
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_every_rank_updates_its_shard_of_the_parameters(ranks, machine):
-    """What a step of two micro-steps does not repeat is the update of 1.44 billion parameters, in fp32."""
+    """A step of two micro-steps updates its 1.44 billion fp32 parameters only once."""
     gpus = machine("H200", ranks)
     config = job("1.4b", 16_384)
     seconds = []
@@ -189,7 +189,7 @@ def test_meshes_suit_the_heads_and_the_length(machine):
 
 
 def test_line_before_training(machine, monkeypatch):
-    """The line has the fastest mesh with as many sequences per step, and the fastest one with another number."""
+    """The line names the fastest meshes with the same number of sequences per step and with another."""
     times = {(1, 4, 1): 0.5, (1, 1, 4): 0.4, (1, 2, 2): 0.45, (2, 2, 1): 0.6, (2, 1, 2): 0.7, (4, 1, 1): 0.51}
     monkeypatch.setattr(prediction, "predict", lambda config, shape, *rest: timing.StepTime(times[shape], 0.01))
     config, gpus = job("52m", 32_768), machine("H200", 4)

@@ -57,7 +57,7 @@ def test_default_yaml_files_equal_the_defaults_of_the_dataclasses():
     check(config, world_size=2)
 
 
-# What every YAML file promises in its name and its comments. For a model, this includes its number of parameters in millions.
+# The promises in the names and comments of all YAML files, such as a model's number of parameters in millions.
 LLAMA, QWEN = {"rope_theta": 500_000, "rope_trained_len": 8192}, {"rope_theta": 1_000_000, "norm_eps": 1e-6}
 RECALL = {"data.source": "recall", "optim.schedule": "wsd", "trainer.checkpoint_every": 0}
 PROMISES = {
@@ -154,7 +154,7 @@ def num_parameters(model: ModelConfig) -> int:
 
 @pytest.mark.parametrize("group", ["model", "optim", "recipe", "experiment"])
 def test_learning_rate_follows_from_the_model(group):
-    """No YAML file sets the rate. The command line can choose another model with any recipe or experiment, and its sizes."""
+    """No YAML file sets the rate. The command line can combine any model and sizes with any recipe or experiment."""
     for option in options(group):
         assert composed(f"{group}={option}").optim.lr is None
 

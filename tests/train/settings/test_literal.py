@@ -80,7 +80,7 @@ def test_model_of_a_folder_is_rejected(tmp_path):
 
 
 def test_value_from_the_environment_is_not_replaced_again(monkeypatch):
-    """The user may ask for a variable. Its text is still not a request for another variable."""
+    """The user may insert a variable. References inside its text are not replaced."""
     monkeypatch.setenv("PROMPT", SECRET)
     composed = OmegaConf.create({"trainer": {"sample_prompt": "${oc.env:PROMPT}"}})
     assert to_config(composed).trainer.sample_prompt == SECRET

@@ -130,7 +130,7 @@ def test_a_branch_has_the_settings_of_the_other_run(directory, tmp_path):
 @pytest.mark.parametrize("saved", ["auto", "online", "offline", "off"])
 @pytest.mark.parametrize("mode", ["auto", "online", "offline", "off"])
 def test_a_checkpoint_never_sends_data_to_wandb(saved, mode, tmp_path):
-    """A run stays off or offline by itself. The checkpoint of another run decides nothing."""
+    """A resumed run stays off or offline. The checkpoint of another run has no effect."""
     path = write_checkpoint(tmp_path / "a", config_with(logger__wandb=saved, logger__project="theirs"))
     composed = config_with(logger__wandb=mode)
     own = resolve_settings(composed, [], tmp_path / "a").logger

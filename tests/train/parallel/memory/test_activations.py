@@ -29,7 +29,7 @@ MODELS = {
 
 
 class LateStreams(TorchDispatchMode):
-    """Streams that run a copy only when the compute stream waits for it. Memory that was freed before raises an error.
+    """Streams that run a copy only when the compute stream waits for it. Copying freed memory raises an error.
 
     An object of this class replaces the result of `torch.get_device_module`.
     """
@@ -114,7 +114,7 @@ def test_copies_that_run_late_return_the_stored_tensors(late_streams):
 
 
 def test_tensors_are_freed_one_block_later(late_streams):
-    """The GPU holds the tensors of one stored block at most. Small tensors stay on a GPU."""
+    """The GPU holds the tensors of at most one stored block. Small tensors stay on a GPU."""
     host = HostActivations(torch.device("cpu"))
     places = []
     for block in range(3):

@@ -99,7 +99,7 @@ def test_few_parameters_stay_gathered():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
     assert not estimate.reshard_after_forward(small, bf16=True)
     assert estimate.reshard_after_forward(LLAMA, bf16=True)
-    # The parameters of 12 blocks stay in bf16. Of the larger model, two blocks and the vocabulary are gathered.
+    # The parameters of 12 blocks stay in bf16. The larger model gathers two blocks and the vocabulary.
     assert bytes_needed(small, 4096, 8, vocab_size=256)["gathered parameters"] == pytest.approx(2 * 85e6, rel=0.01)
     assert bytes_needed(LLAMA, 8192, 8)["gathered parameters"] == pytest.approx(2 * (218e6 + 1051e6), rel=0.01)
 
@@ -208,7 +208,7 @@ def test_float8_layers_save_the_estimated_bytes(compiled, experts):
 
 
 def test_peaks_of_plans_change_by_the_bytes_that_move():
-    """Offloaded blocks leave two of them on the GPU. Blocks that recompute attention keep only their inputs."""
+    """Two offloaded blocks remain on the GPU. Blocks that recompute attention keep only their inputs."""
     tokens = 131_072
     block = tokens * (2 * 2 * 4096 + 4 * 32)  # the input, the attention output and the log-sum-exp
 

@@ -1,4 +1,4 @@
-"""A run whose optimizer is in host memory equals a run without, also after it was resumed or killed."""
+"""A run whose optimizer is in host memory equals an ordinary run, even after a resume or a kill."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def run_steps(
 
 
 def check_equal(corpus: str, directory: Path, dp: int, cases: dict[str, tuple[int, ...]]) -> None:
-    """Compare a run without host memory with others, which have a number of blocks in host memory until a checkpoint."""
+    """Compare a run without host memory with others, which have some blocks in host memory between checkpoints."""
     expected, weights = run_steps(corpus, directory / "keep", dp, 0, 1, STEPS)
     assert min(expected[1::2]) < CLIP < max(expected[1::2])
     for name, parts in cases.items():
@@ -106,7 +106,7 @@ def _check_two_ranks(corpus: str, directory: Path) -> None:
 
 @pytest.mark.gpu
 def test_losses_are_the_same_on_a_gpu(corpus, tmp_path, slow_updates):
-    """Two runs with host memory are equal. The CPU and the GPU round updates differently, so a run without is close.
+    """Two runs with host memory are equal. The CPU and the GPU round updates differently, so other runs are close.
 
     In fp32, updates with other rounding errors change the losses and norms of these steps by at most 2e-7. In bf16, they change
     norms by percents.
