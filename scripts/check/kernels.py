@@ -6,8 +6,8 @@
 
 The script prints a table of the largest row errors, relative to the scale of each row. For comparison, the table also contains
 the errors of PyTorch's scaled_dot_product_attention (SDPA) in the same dtype. The exit status is 1 if an error exceeds its
-limit. With --time, the script also prints a table of TFLOP/s. The table compares calls with final results and calls with
-partial results, as on a ring. A forward pass counts as 4 B H S S D FLOPs, or half as many with a causal mask. A backward pass
+limit. With --time, the script also prints a table of TFLOP/s. The table contains calls with final results, and calls with
+partial results as on a ring. A forward pass counts as 4 B H S S D FLOPs, or half as many with a causal mask. A backward pass
 counts as 2.5 forward passes.
 """
 

@@ -1,4 +1,4 @@
-"""Lab 4: compare the bytes that kernels move with the predictions of docs/io.md.
+"""Lab 4: compare the predictions of docs/io.md with the bytes that kernels move.
 
     python -m scripts.labs.counted_bytes
 

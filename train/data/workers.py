@@ -27,7 +27,7 @@ Add = Callable[[int], None]  # counts bytes that have been processed
 
 # Fewer bytes per process would take less time than the start of the processes.
 MIN_BYTES = 2**22
-# Checksums and the tokenizer "bytes" are about FAST times as fast as other tokenizers.
+# Computing checksums, or tokenising to bytes, is about FAST times as fast as other tokenisation.
 FAST = 16
 SHOW_EVERY = 10.0  # seconds between two lines of progress
 FLUSH_BYTES = 2**20  # after so many bytes, a process updates the shared counter

@@ -29,7 +29,7 @@ PEAK_FLOPS = (
 
 
 def matmul_parameters(model: GPT) -> int:
-    """Count the weights on all ranks that are multiplied with each token."""
+    """Count the weights that are multiplied with each token, on all ranks."""
     weights = {name: x for name, x in model.named_parameters() if x.ndim >= 2 and not name.endswith("bias")}
     matrices = sum(x.numel() for x in weights.values() if x.ndim == 2)
     experts = sum(x.numel() // len(x) for x in weights.values() if x.ndim == 3)  # one expert of every layer

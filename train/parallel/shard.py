@@ -23,7 +23,7 @@ from ringattn.train.parallel.mesh import Mesh
 
 
 def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: bool, host_blocks: int = 0) -> list[HostGroup]:
-    """Give a model on the meta device random initial weights, and shard its parameters over all ranks.
+    """Initialise a model on the meta device with random weights, and shard its parameters over all ranks.
 
     For one group of blocks at a time, every rank draws all weights, and keeps only its own shard. The weights therefore do not
     depend on the number of ranks. With `bf16`, the model computes in bf16, but parameters and sums of gradients are fp32.

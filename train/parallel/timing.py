@@ -40,7 +40,7 @@ MEMORY_BYTES_PER_S = (
 )
 # The fraction of the memory bandwidth that fused kernels reach
 MEMORY_EFFICIENCY = 0.7
-# The elements per token, layer and dimension that fused kernels of both passes read and write
+# Elements that the fused kernels of both passes read and write per token, layer and dimension
 ELEMENTS_PER_DIM, ELEMENTS_PER_FFN_DIM = 40, 12
 # The bytes that the optimizer step reads and writes per parameter of a rank's shard, without the moments
 OPTIMIZER_BYTES = 24

@@ -77,8 +77,8 @@ def plot_loss(run: Run, directory: Path) -> str:
 def summarise(run: Run, records: list[dict[str, float]], done: int) -> dict[str, Any]:
     """Return the summary of a run.
 
-    The loss of a step depends on its text. Therefore `final_loss` is the mean over the last tenth of all steps,
-    `final_loss_steps`. Lengths are strings, as in JSON. The docstrings of `loss_results.to_metrics`,
+    The loss of a step depends on its text. Therefore `final_loss` is the mean over the last tenth of all steps
+    (`final_loss_steps` steps). Lengths are strings, as in JSON. The docstrings of `loss_results.to_metrics`,
     `recall_results.to_metrics` and `startup.seconds` describe further entries. Rates are computed from the median of the steps
     after step `done` + 1. Step `done` + 1 includes the warm-up.
     """

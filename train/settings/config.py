@@ -117,7 +117,7 @@ class ModelConfig(Frozen):
     # The way in which `rope_factor` changes rotary frequencies: "linear" (divides all), "llama3" or "yarn" (also sharpens the
     # softmax of attention). "yarn-exact" is yarn without rounding, as in gpt-oss. "longrope" uses `rope_factors`.
     rope_scaling: str = "llama3"
-    # Two lists of divisors for the rotary frequencies in LongRoPE (Phi-3), one after the other. The first list is used if
+    # Two concatenated lists of divisors for the rotary frequencies in LongRoPE (Phi-3). The first list is used if
     # `data.seq_len` is at most `rope_trained_len`, and the second list for longer sequences.
     rope_factors: list[float] | None = None
     # Whether neighbouring dimensions of a head are rotated together, as in Command R.
@@ -286,8 +286,8 @@ class DataConfig(Frozen):
     # The seed of the random order of the documents. Every epoch has another order.
     seed: int = 0
     # The number of sequences per group. The sequences of a group have a similar cost of attention, so data-parallel ranks are
-    # equally busy. If None, a group contains the sequences of one micro-step. By default, a single data-parallel rank, a
-    # mixture and `mask_documents=false` have no groups. A resumed run keeps the group size of its checkpoint.
+    # equally busy. If None, a group contains the sequences of one micro-step. By default, a single data-parallel rank, mixtures
+    # and `mask_documents=false` disable groups. A resumed run keeps the group size of its checkpoint.
     group_size: int | None = None
 
     @property

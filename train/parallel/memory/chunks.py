@@ -1,8 +1,8 @@
 """Run the operations of a block in chunks of tokens, except for attention.
 
-In the backward pass, chunks are recomputed one after the other. Only q, k, v and other inputs and outputs of `Block.before` and
-`Block.after` exist for all tokens at once. FSDP gathers the parameters once per block. Ranks may have different numbers of
-chunks, because chunks do not communicate.
+In the backward pass, chunks are recomputed one after the other. Only the inputs and outputs of `Block.before` and
+`Block.after`, such as q, k and v, exist for all tokens at once. FSDP gathers the parameters once per block. Ranks may have
+different numbers of chunks, because chunks do not communicate.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -113,7 +113,7 @@ def needs(
     block = block_parameters(model)
     vocab, blocks, group = other_parameters(model, vocab_size), layers * block, blocks_per_group(model, bf16) * block
     resharded = reshard_after_forward(model, bf16)
-    # FSDP keeps the parameters outside the blocks gathered during the whole step.
+    # The parameters outside the blocks stay gathered during the whole step.
     gathered = size * (vocab if resharded else vocab + blocks)
     prefetched = size * group if resharded else 0
     kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, plan)
@@ -166,7 +166,7 @@ def needs(
 
 
 def inference_needs(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, num_tokens: int = 0) -> Needs:
-    """Return the minimum bytes that a rank needs to generate `num_tokens` tokens, or to evaluate a batch if it is 0."""
+    """Return the minimum bytes per rank to generate `num_tokens` tokens, or to evaluate a batch if `num_tokens` is 0."""
     model, size, tokens = config.model, 2 if bf16 else 4, 0 if num_tokens else tokens_per_micro_step(config, shape)
     parameters = other_parameters(model, vocab_size) + model.layers * block_parameters(model)
     rows = sum(min(window or num_tokens, num_tokens) for window in model.windows) / shape.sequence
@@ -312,7 +312,6 @@ def _float8_bytes_per_token(model: ModelConfig, attention_outputs: int, compiled
     if model.experts is None:
         inputs += model.dim + hidden_dim(model)
         copies += model.dim * (1 if compiled else 2) + hidden_dim(model)
-    # Attention still saves its output in bf16. After an all-to-all, the output of attention exists only as the input of a
-    # layer.
+    # Attention still saves its output in bf16. After an all-to-all, the output of attention is saved only as a layer's input.
     query_dim, _ = _attention_dims(model)
     return copies + query_dim - 2 * (inputs + (attention_outputs - 1) * query_dim)

@@ -58,7 +58,7 @@ class HostGroup:
     """Keeps the fp32 weights and gradients of an FSDP group in host memory.
 
     Args:
-        module: after `fully_shard`, and before its first forward pass.
+        module: sharded by `fully_shard`, before its first forward pass.
         staging: the buffers that all groups share.
 
     Attributes:
