@@ -17,7 +17,7 @@ SIZE_UNIT = 64
 
 @dataclass(frozen=True, eq=False)
 class BlockMask:
-    """A query attends to a key if both the interval mask and `keep` of their two blocks allow it.
+    """A query attends to a key if the interval mask allows it and `keep` is True for their blocks.
 
     Reuse one `BlockMask` for all calls, because it caches the lists of blocks that the kernels read.
 
@@ -90,7 +90,7 @@ class BlockMask:
 def _lists(keep: Tensor) -> Tensor:
     """List the columns of the True values in each row of the bool mask `keep` (..., C). Return int32 (..., C + 1, 2).
 
-    Entry c of a list is (number of True values before column c, column of True value number c).
+    Entry c of a list is (number of True values before column c, column of the c-th True value).
     """
     counts = pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
     columns = pad((~keep).byte().argsort(dim=-1, stable=True).int(), (0, 1))

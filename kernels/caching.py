@@ -117,7 +117,7 @@ class SharedTensors(dict[Any, Any]):
 
     def __getitem__(self, key: Hashable) -> Any:
         value = _get(self, key)
-        # Read the value before checking the stream, because another thread may replace it in between.
+        # Read the value before checking the stream, because another thread may then replace the value.
         if self._written is not None and _stream_address(self._device) not in self._streams:
             self.use()
         return value

@@ -58,7 +58,7 @@ def _triton():
 
 @cache
 def _kernel(backend: str, name: str) -> Callable[..., Tensors]:
-    """Return the function `name` of a backend, which is "forward" or "backward"."""
+    """Return a backend's function `name`, which is "forward" or "backward"."""
     match backend:
         case "hopper":
             module = getattr(_hopper(), name)
@@ -246,7 +246,7 @@ def prepare_decode(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Any]:
     """Prepare repeated calls of `reference.decode` with the same tensors k, v and page_table.
 
-    The tensors `lo`, `hi`, `sinks` and `page_table` must be contiguous, and the last dimension of k and v as well.
+    The tensors `lo`, `hi`, `sinks` and `page_table`, and the last dimension of k and v, must be contiguous.
 
     On a GPU, split-KV decoding takes one or two launches, which can be captured in a CUDA graph. With fp64 inputs or head dims
     above 256, the call runs in PyTorch, and the host waits for the GPU. No Hopper kernel decodes, so the backend "hopper"

@@ -239,7 +239,7 @@ class Intervals:
         return self._tables[key]
 
     def largest_table(self, key: tuple[Any, ...]) -> tuple[int, int, int]:
-        """Return a shape large enough for the table `key` of any mask with this mask's shape."""
+        """Return a shape that is large enough for the table `key` of any mask of this shape."""
         method, rows, _step, *arguments = key
         tiles = tile_scheduler.most_tiles(self.num_rows, self.num_keys, rows, DOCUMENT_JUMP * rows)
         if method == "tiles":

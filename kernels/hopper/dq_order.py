@@ -98,8 +98,8 @@ def write_in_order(arguments, WRITER: gl.constexpr, CONFIG: gl.constexpr):
         for member in range(CONFIG.group):
             chunk = ((first_head + member) * num_tiles + tile + skip * direction) * 2 + 1
             own_progress = progress + 2 * own + skip
-            # The counter `own_progress` equals `earlier` once its steps of the previous query head are complete. Either writer
-            # warp may have stored this value.
+            # The counter `own_progress` equals `earlier` once the counted steps of the previous query head are complete. Either
+            # writer warp may have stored this value.
             earlier = (member - 1) * PER_HEAD + num_steps - ((num_steps - 1 - skip) & 1)
             awaited = progress + 2 * predecessor + ((skip ^ num_free) & 1)
             seen = gl.to_tensor(0)

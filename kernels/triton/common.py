@@ -95,7 +95,7 @@ def configure(
 
 
 def as_addressable(x: Tensor) -> Tensor:
-    """Return x (B, N, H, D). If the kernels cannot use its strides, return a copy that stores heads before tokens."""
+    """Return x (B, N, H, D). If the kernels cannot use x's strides, return a copy that stores heads before tokens."""
     return x if x.stride(-1) == 1 and x.stride(1) < MAX_ROW_STRIDE else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

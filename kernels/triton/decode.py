@@ -450,7 +450,7 @@ def choose_tile(dtype: torch.dtype, head_dim: int) -> Tile:
 
 
 def choose_num_runs(num_sms: int, programs: int) -> int:
-    """One program per SM reads memory fastest. If it would leave more than a quarter of the SMs idle, plan for two per SM."""
+    """One program per SM reads memory fastest. Plan for two if one would leave more than a quarter of the SMs idle."""
     num_runs = max(num_sms // programs, 1)
     return num_runs if 4 * num_runs * programs >= 3 * num_sms else max(2 * num_sms // programs, 1)
 

@@ -1,7 +1,7 @@
 """Round a matrix to FP8, and write it together with its transpose.
 
-On GPUs, an FP8 matrix product requires that both operands are contiguous along the summed dimension. A forward and a backward
-sum over different dimensions of a matrix, so both orders are needed.
+On GPUs, an FP8 matrix product requires that both operands are contiguous along the summed dimension. Forward and backward
+passes sum over different dimensions of a matrix, so both orders are needed.
 """
 
 import torch
