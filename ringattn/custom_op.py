@@ -208,7 +208,9 @@ class _OnceDifferentiable(torch.autograd.Function):
 
 
 def _is_plain(*tensors: Tensor) -> bool:
-    """Return whether a call can skip the operator. Compilers, dispatch modes, tensor subclasses and meta tensors need it."""
+    """Return whether a call can skip the operator. Compilers, dispatch modes, tensor subclasses and meta tensors need the
+    operator.
+    """
     return (
         not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()

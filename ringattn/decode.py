@@ -228,7 +228,7 @@ class KVCache:
             raise ValueError(f"{self.length} + {num_tokens} tokens exceed the capacity {self.capacity}: create a larger cache")
         if self._k is None or (self.length == 0 and rows > self._k.shape[1]):
             rows = max(rows, self.capacity if self.ranks == 1 else -(-self.capacity // self.ranks) + self.block)
-            # Some backends load unused rows before masking, and 0 * NaN is NaN.
+            # Unused rows must not contain NaN, because some backends load them before masking.
             with torch.inference_mode(False):  # inference tensors could not be modified outside of inference mode
                 self._k, self._v = (x.new_zeros(x.shape[0], rows, *x.shape[2:]) for x in (k, v))
                 self._positions = torch.full((rows,), UNUSED, device="cpu")

@@ -108,7 +108,7 @@ def flash_attention(
 
 
 def _draw_seed(device: torch.device) -> int:
-    """Draw a seed from torch's default CPU generator, whose state activation checkpointing restores."""
+    """Draw a seed from torch's default CPU generator, because activation checkpointing restores its state."""
     if torch.compiler.is_compiling():
         raise ValueError("seed=None: torch.compile requires a seed for the dropout: pass a different integer in every call")
     if is_capturing(device):
@@ -175,7 +175,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, ...]:
     q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
-    # For queries without keys, dout and dlse may be NaN, and 0 * NaN is NaN.
+    # For queries without keys, dout and dlse may be NaN, so replace them by 0.
     if spec.keep is not None or q.shape[1] > k.shape[1]:
         has_no_keys = lse == float("-inf")
         dout = dout.masked_fill(has_no_keys[..., None], 0.0)

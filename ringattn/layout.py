@@ -108,7 +108,7 @@ class Layout:
     @torch.inference_mode(False)
     @unset_fake_temporarily()
     def positions(self, rank: int) -> Tensor:
-        """Return the global positions of a rank's rows, int64, in ascending order."""
+        """Return the global int64 positions of a rank's rows, in ascending order."""
         self._check_rank(rank)
         return self._positions(rank).clone()
 

@@ -174,7 +174,7 @@ class Mask:
         allowed.
 
         Raises:
-            ValueError: a list of lengths does not sum to `seq_len`, or there are neither 1 nor `batch` lists.
+            ValueError: a list of lengths does not sum to `seq_len`, or the number of lists is neither 1 nor `batch`.
         """
         if not self.totals:
             return

@@ -39,7 +39,7 @@ class PartialState(NamedTuple):
         return cls(*reference.empty_state(q, q.shape[-1] if value_dim is None else value_dim))
 
     def merge(self, other: "PartialState") -> "PartialState":
-        """Merge with a state of the same queries over other keys. The result covers the keys of both.
+        """Merge with a state of the same queries over other keys. The result covers the keys of both states.
 
         Merging is associative and commutative up to rounding, and never results in a NaN.
 

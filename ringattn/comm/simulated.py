@@ -93,7 +93,7 @@ def simulate(
 
     Raises:
         ValueError: an argument is invalid.
-        BaseException: the first exception that a rank raised, after all ranks have ended.
+        BaseException: the first exception of a rank, raised after all ranks have ended.
     """
     ranks = as_integer("ranks", ranks, 1)
     check_flag("all_pairs", all_pairs)

@@ -29,7 +29,7 @@ from ringattn.runs import RowsBefore, Runs, all_runs
 # block hides the last hop.
 FIRST_SHARE = 0.4
 SPLIT_MULTIPLE = 128  # rows; a long block is split at a multiple of the tile size of the kernels
-# The KV ring launches fewer kernels. Therefore "auto" requires a predicted gain of 3% from the state ring.
+# The KV ring launches fewer kernels. Therefore "auto" chooses the state ring only for a predicted gain of 3%.
 KV_RING_MARGIN = 1.03
 # (the tensors that circulate, the tensors that return to their owner)
 CIRCULATING = {

@@ -1,6 +1,7 @@
 """Choose the Ulysses degree U for which attention on U x R ranks is predicted to be fastest.
 
-All-to-alls have U ranks, and rings have R. The prediction uses no measurements, so all ranks and runs choose the same degree.
+All-to-alls have U ranks, and rings have R ranks. The prediction uses no measurements, so all ranks and runs choose the same
+degree.
 """
 
 import math
