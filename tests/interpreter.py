@@ -1,4 +1,6 @@
-"""Make Triton's interpreter faster. It patches Triton's language at every call of a device function, which takes 0.5 ms."""
+"""Make Triton's interpreter faster. The interpreter patches Triton's language at every call of a device function, which takes
+0.5 ms.
+"""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Which backend computes a call, and the reason for the choice."""
+"""The choice of a call's backend, and the reason for the choice."""
 
 import sys
 from collections.abc import Iterator

@@ -139,7 +139,7 @@ def test_every_stream_may_read_the_tensors_of_all_streams(gpu):
 
 
 def test_nothing_is_cached_during_a_capture(gpu):
-    """A function that would compute a tensor for its cache raises an error. It returns tensors that exist already."""
+    """A function that would compute a tensor for its cache raises an error. Existing tensors are returned."""
     calls = []
 
     @cached_on_device(maxsize=4)
@@ -311,7 +311,7 @@ GPU_CALLS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_CALLS)
 def test_a_second_stream_reads_tensors_that_the_first_stream_writes_late(name):
-    """The first stream is busy for 0.3 s before it writes the tensors. Its free memory contains garbage."""
+    """The first stream is busy for 0.3 s before it writes the tensors. Free memory contains garbage."""
     options, dtype, shapes = GPU_CALLS[name]
     q, k, v = on_cuda(dtype)
     options = options(q)

@@ -32,7 +32,7 @@ STACK = {
 
 @pytest.fixture(scope="module")
 def compiler() -> Iterator[ProcessPoolExecutor]:
-    """A process without Triton's interpreter, which compiles all kernels of this module. It imports torch once."""
+    """A process without Triton's interpreter, which imports torch once and compiles all kernels of this module."""
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)

@@ -1,4 +1,4 @@
-"""Which kernel computes a call, and what the dispatcher itself computes."""
+"""The dispatcher's choice of a kernel, and its own computations."""
 
 import itertools
 from dataclasses import replace

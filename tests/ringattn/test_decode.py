@@ -412,7 +412,7 @@ def test_a_later_rank_may_hold_more_keys_than_the_first() -> None:
 
 
 def test_a_cache_created_in_inference_mode_works_outside() -> None:
-    """Its memory is not an inference tensor, which could not be written to later."""
+    """The cache's memory is not an inference tensor, which could not be modified later."""
     case, cache = Case.random(seq_len=9), KVCache(9)
     with torch.inference_mode():
         cache.append(case.k[:, :4], case.v[:, :4])

@@ -151,7 +151,7 @@ KEYLESS = {  # numbers of queries and keys, and options
 @pytest.mark.parametrize("backend", ["blockwise", "reference", pytest.param("triton", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("case", KEYLESS)
 def test_gradients_of_queries_without_keys_have_no_effect(case: str, backend: str, device: torch.device) -> None:
-    """They may be NaN or infinite, because out and lse of such a query do not depend on q, k and v."""
+    """These gradients may be NaN or infinite, because out and lse of such queries do not depend on q, k and v."""
     num_queries, num_keys, options = KEYLESS[case]
     if "blocks" in options:
         options = options | dict(blocks=BlockMask(options["blocks"].keep.to(device), 64))

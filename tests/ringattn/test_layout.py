@@ -47,7 +47,7 @@ def test_every_position_has_one_owner_and_shards_are_sorted(kind: str, seq_len: 
 
 @given(st.data(), st.integers(1, 60), st.integers(1, 7), st.integers(1, 9), st.integers(1, 4))
 def test_assigned_and_split_layouts(data: st.DataObject, seq_len: int, ranks: int, rows: int, parts: int) -> None:
-    """The same holds for chunks that are assigned to any ranks, and for shards that are split for Ulysses."""
+    """Chunks are assigned to any ranks, and shards are split for Ulysses. Each position has one owner."""
     chunks = -(-seq_len // rows)
     owners = data.draw(st.lists(st.integers(0, ranks - 1), min_size=chunks, max_size=chunks))
     layout = Layout.assigned(owners, rows, seq_len, ranks).split(parts)

@@ -151,7 +151,7 @@ def launch_and_kill(ranks: int, directory: Path, *arguments: str, when: Path) ->
 
 
 def own_errors(stderr: str) -> str:
-    """What the ranks wrote to stderr, without the report that torchrun adds if a rank exits with an error."""
+    """The ranks' output on stderr, without the report that torchrun adds if a rank exits with an error."""
     return stderr.split("torch/distributed/elastic/")[0]
 
 

@@ -72,7 +72,7 @@ def test_biases_of_experts_do_not_decay():
 
 
 def test_default_learning_rate_falls_with_the_size_of_the_model():
-    """It is close to that of GPT-3, and at most 2e-3. A continued run has a tenth of it.
+    """The rate is close to that of GPT-3, and at most 2e-3. A continued run has a tenth of this rate.
 
     Normalised queries and keys allow a higher rate.
     """

@@ -414,7 +414,7 @@ def test_actions_run_regularly_and_after_the_last_step():
 
 
 def test_run_without_checkpoints_says_so_and_saves_none(settings, outputs, run_command_line, capfd, monkeypatch):
-    """Such a run does not need space on the disk. A launch of the same name starts from the beginning."""
+    """Without checkpoints, a run needs no space on the disk. A launch of the same name starts from the beginning."""
     settings = [*settings, "name=a", "trainer.save_final=false", "trainer.steps=2", "trainer.checkpoint_every=0"]
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: SimpleNamespace(total=2**40, free=0))
     assert run_command_line(*settings) == 0

@@ -45,7 +45,7 @@ def test_results_are_those_of_pytorch(shape, dtype, dim, device):
     assert torch.equal(actual[2].scales, expected[2].scales)
     assert actual[2].data.stride() == expected[2].data.stride()
     for x, y in zip(actual[:2], expected[:2], strict=True):
-        # The sums of the rotation have another order. They round to another number only if they are almost halfway between two
+        # The sums of the rotation have another order. Sums round to another number only if they are almost halfway between two
         # numbers.
         assert torch.equal(x.scales, y.scales)
         a, b = x.data.float(), y.data.float()

@@ -12,7 +12,7 @@ from ringattn.kernels.triton.scratch import ScratchPool
 
 
 class OnGPU(SimpleNamespace):
-    """Stands for a tensor on a GPU. Its memory is on the CPU."""
+    """Stands for a GPU tensor, but has memory on the CPU."""
 
     def get_device(self) -> int:
         return self.device

@@ -158,7 +158,7 @@ class Host:
         self.is_closed = False
 
     def close(self) -> None:
-        """End all side streams, even if a call was abandoned. They must not write to memory of a later test."""
+        """End all side streams, even if a call was abandoned. Side streams must not write to memory of a later test."""
         self.is_closed = True
         for stream in self.streams:
             stream.work.put(lambda: None)

@@ -31,7 +31,7 @@ def test_no_group_is_a_ring_of_one_rank() -> None:
 
 
 def test_a_simulated_rank_is_its_own_transport() -> None:
-    """Its rank and size are those of the simulated ring."""
+    """The rank and the size are those of the simulated ring."""
 
     def check(rank: int, group) -> None:
         assert rank_and_size(group) == (rank, 3)
@@ -284,7 +284,7 @@ def create_the_group_again(directory: Path) -> None:
 
 
 def go_on_without_a_dead_rank(directory: Path) -> None:
-    """Rank 2 dies, and the other ranks create a smaller group over the same store. Their old watchdogs must not end them."""
+    """Rank 2 dies, and the other ranks create a smaller group over the same store. The old watchdogs must not end them."""
     watchdog.HEARTBEAT_INTERVAL, watchdog.DEAD_AFTER, watchdog.GRACE = 0.05, 2.0, 4.0
     rank, store = dist.get_rank(), dist.FileStore(str(directory / "second_store"), 3)
     init_again(store, rank, 3, "first")

@@ -254,5 +254,5 @@ def check_interrupted_hop() -> None:
 
 
 def test_an_exception_ends_the_calls_that_nccl_coalesces(tmp_path: Path) -> None:
-    """Otherwise, NCCL would add all later calls of the process to the same group of calls, and never start them."""
+    """If the group stayed open, NCCL would add all later calls of the process to it, and never start them."""
     run_ranks(check_interrupted_hop, 2, tmp_path / "ranks")

@@ -190,7 +190,7 @@ def test_an_exception_over_gloo_on_one_rank_raises_an_error_on_all(
 
 
 def test_a_ring_of_one_rank_needs_no_reset() -> None:
-    """Its calls are not counted."""
+    """Calls of such a ring are not counted."""
     transport = connect.connect("", CPU)
     with pytest.raises(KeyError), in_call(transport):
         raise KeyError
@@ -235,7 +235,7 @@ def test_ranks_that_leave_at_different_places_raise_an_error(calls: int, num_exc
 
 
 def test_a_rank_that_never_leaves_its_call_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank waits for it no longer than for a hop. Its next call raises the same error."""
+    """The other rank waits no longer than for a hop, and its next call raises the same error."""
     monkeypatch.setenv(watchdog.TIMEOUT, "0.1")
     rank = stub_recovery(dist.HashStore(), 0)
     leave_call(rank)

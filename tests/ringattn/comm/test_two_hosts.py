@@ -118,7 +118,7 @@ def test_two_launchers() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4], ids=lambda n: f"P{n}")
 def test_two_launchers_with_gpus(ranks: int) -> None:
-    """The same with one GPU per rank. NCCL connects the hosts, and NVLink connects the GPUs of a host."""
+    """Each rank has one GPU. NCCL connects the hosts, and NVLink connects the GPUs of a host."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     output = run_on_two_hosts(ranks, True)

@@ -266,7 +266,7 @@ def test_the_counter_of_finished_hops_may_wrap_around(monkeypatch: pytest.Monkey
 
 
 def test_a_pass_that_raises_an_exception_is_not_watched_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the watchdog would end a process that has handled the exception."""
+    """The watchdog must not end a process that has handled the exception."""
     dog = stopped_watchdog()
 
     def fail(*_args: object, **_options: object) -> None:

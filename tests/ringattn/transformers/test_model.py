@@ -85,7 +85,7 @@ def test_a_model_on_a_ring_can_be_pickled() -> None:
 
 
 def test_a_model_can_be_created_with_attention_on_a_ring() -> None:
-    """Such a model raises an error until it is checked."""
+    """An unchecked model raises an error."""
     config = new_model().config
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ring")
     arguments = shard_batch({"input_ids": random_tokens(1, 8)}, None)

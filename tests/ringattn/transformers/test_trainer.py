@@ -403,7 +403,7 @@ def test_other_trainers_of_trl_are_errors() -> None:
 
 
 def test_a_loss_function_of_the_user_is_an_error(tmp_path: Path) -> None:
-    """It would receive the labels of one rank."""
+    """The loss function would receive the labels of one rank."""
     from ringattn.transformers import RingTrainer
 
     args = training_arguments(tmp_path)

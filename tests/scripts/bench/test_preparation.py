@@ -12,7 +12,7 @@ from scripts.bench import preparation
 @pytest.mark.slow
 def test_every_case_has_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "SAMPLE_BYTES", 300_000)
-    # The measured size is smaller if other processes share the libraries. They do not share this text.
+    # The measured size is smaller if other processes share the libraries. This text is not shared.
     monkeypatch.setattr(preparation, "PREPARE", "text = 'x' * 50_000_000\n" + preparation.PREPARE)
     arguments = ["--gb", "0.002", "--processes", "1", "--vocabulary", "400", "--folder", str(tmp_path)]
     assert preparation.main(arguments) == 0

@@ -1,4 +1,4 @@
-"""What the ring benchmark reports about messages: computed by hand for a small case, and combined with measured times."""
+"""The ring benchmark's report on messages: computed by hand for a small case, and combined with measured times."""
 
 import pytest
 

@@ -21,7 +21,7 @@ def event(name: str, stream: int, ts: float, dur: float = 10.0) -> dict:
 
 
 def trace(shift: float = 0.0, base: int = BASE) -> dict:
-    """Return the trace of one rank. It is not sorted, and it contains events of the host."""
+    """Return the unsorted trace of one rank, which also contains events of the host."""
     events = [
         event("_main_kernel", MAIN, 300.0, 80.0),
         event("_forward_kernel", MAIN, 110.0, 50.5),

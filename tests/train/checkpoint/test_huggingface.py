@@ -62,7 +62,7 @@ def test_the_weights_decide_whether_embeddings_are_tied(model_type, declared, mi
     assert warning in caplog.text if warning else not caplog.messages
     tokens = torch.randint(257, (40,), generator=torch.Generator().manual_seed(1))
     found = logits(model, tokens)[:, :259].double()
-    # transformers would draw a random head for an untied model without a head. It ties the head if config.json asks for it.
+    # transformers would draw a random head for an untied model without a head. It ties the head if config.json requests this.
     change_folder(folder, {}, tie_word_embeddings=is_tied or declared)
     torch.testing.assert_close(found, transformers_logits(folder, tokens), rtol=1e-4, atol=1e-4)
 

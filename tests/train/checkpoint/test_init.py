@@ -87,7 +87,7 @@ def test_a_hugging_face_model_with_another_tokenizer_is_an_error(tmp_path):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kind", ["checkpoint", "Hugging Face"])
 def test_weights_that_are_not_finite_are_an_error(value, kind, tmp_path):
-    """Otherwise the first step would fail, and the error would advise a lower learning rate."""
+    """Without this error, the first step would fail, and would advise a lower learning rate."""
     model, name = build(), "norm"
     if kind == "checkpoint":
         model.norm.data[3] = value

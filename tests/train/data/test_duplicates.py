@@ -58,7 +58,7 @@ def test_duplicates_inside_one_source_and_in_other_files(tmp_path, caplog):
 
 
 def test_parts_of_documents_are_no_duplicates(caplog):
-    """Both parts of the divided document have 4 tokens, and the second document is too short to matter."""
+    """Each part of the divided document has 4 tokens. The second document is too short to matter."""
     documents = Documents.of(Rows([[1] * 8, [2], [3] * 2000]))
     first, rest = documents.select(np.array([1, 2])).append_part(0, 0, 4), documents.select(np.array([1])).append_part(0, 4, 4)
     held_out = TokenisedDocuments(Documents.of(JoinedParts([first])), seq_len=4, seed=0)

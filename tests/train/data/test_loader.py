@@ -100,7 +100,7 @@ def test_a_plan_that_is_sent_equals_the_plan(seed: int, seq_len: int, ranks: int
     ahead, on_demand = (Plan(mask, layout, rank, CPU) for _ in range(2))
     ahead.prepare(used.requests())
     received = loader._decode(bytearray(loader._encode(ahead))).to(CPU)
-    # What was not requested ahead is computed on demand.
+    # Everything else is computed on demand.
     use(received, 3)
     use(on_demand, 3)
     assert contents(on_demand) <= contents(received)

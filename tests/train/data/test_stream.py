@@ -336,7 +336,7 @@ def test_blocks_end_at_a_number_of_characters(folder, monkeypatch):
 
 @pytest.mark.slow
 def test_a_loader_process_streams_ahead(folder):
-    """It prepares the same steps, and knows the position after each step, although it has read further."""
+    """The process prepares the same steps, and knows the position after each step, although it has read further."""
     on_demand, ahead = Loader(), AheadLoader()
     try:
         on_demand.begin(preparations(stream(folder), 2)[1])

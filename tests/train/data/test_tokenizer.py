@@ -184,7 +184,7 @@ def test_a_damaged_tokenizer_config_is_an_error(content, tmp_path):
     ],
 )
 def test_the_files_of_a_model_name_the_end_of_text_token(given, tokenizer_config, config, eos, tmp_path):
-    """As in Qwen 2.5 Instruct, the tokenizer also contains a token with a common name, which is not the right one."""
+    """As in Qwen 2.5 Instruct, the tokenizer also contains a wrong token with a common name."""
     path = save_chat_tokenizer(tmp_path, tokenizer_config, config)
     tokenizer = load_tokenizer(str(path), given)
     assert tokenizer.token(tokenizer.eos) == tokenizer.token(tokenizer.bos) == eos

@@ -70,7 +70,8 @@ QWEN = settings(head_dim=128, rope_theta=1e6, rope_factor=4.0, rope_trained_len=
 
 
 def test_yarn_slows_pairs_down_by_their_index():
-    """Of Qwen's 64 pairs, pair 23.6 makes 32 rotations within 32,768 tokens and pair 39.65 makes one. Those between are slowed.
+    """Of Qwen's 64 pairs, pair 23.6 makes 32 rotations within 32,768 tokens and pair 39.65 makes one. Pairs between them are
+    slowed.
 
     The two indices are rounded outwards, to 23 and 40.
     """

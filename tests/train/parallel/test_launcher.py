@@ -30,7 +30,7 @@ def test_every_attempt_has_a_number_and_keys_of_its_own() -> None:
 
 
 def check_that_one_rank_waits(store: dist.Store, rank: int, attempt: int) -> None:
-    """Start one of two ranks first. It must wait for the other rank, and both must agree on the number of the attempt."""
+    """The first of two ranks must wait for the second, and both must agree on the number of the attempt."""
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(begin_attempt, store, rank, 2)
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What is applied to a model before training: random weights and shards, compilation, activation checkpointing."""
+"""Preparation of a model for training: random weights and shards, compilation, activation checkpointing."""
 
 from pathlib import Path
 

@@ -69,7 +69,7 @@ def test_single_step_has_rates(run):
 
 
 def test_run_without_steps_and_metrics_is_an_error(run, tmp_path):
-    """Such a run branched from a checkpoint that has completed all steps."""
+    """The run branched from a checkpoint that has completed all steps."""
     with pytest.raises(ConfigError, match=r"20.*trainer\.steps"):
         summary.complete_summary(run, tmp_path)
 

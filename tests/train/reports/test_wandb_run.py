@@ -1,4 +1,4 @@
-"""Tests of the records in Weights & Biases (W&B). They read back the files that offline runs write."""
+"""Tests of the records in Weights & Biases (W&B), which read back the files of offline runs."""
 
 import json
 import logging
