@@ -67,7 +67,7 @@ def explain(
     lines = [_describe_ring(layout, joined), _describe_shapes(q, k, v, layout, rank)]
     if (count := plan.head_chunks_for_memory(q, k, v)) > 1:
         q, k, v = (head_chunk(x, count) for x in (q, k, v))
-        lines.append(f"{count} chunks of {q.shape[2]} query and {k.shape[2]} key heads, one ring pass each; this is one")
+        lines.append(f"{count} chunks of {q.shape[2]} query and {k.shape[2]} key heads, one ring pass each; one is shown")
     for work in (forward_work(q, k, v, precision), backward_work(q, k, v)):
         lines += ["", *_describe_direction(plan, work, joined, schedule)]
     return "\n".join(lines)
