@@ -92,32 +92,13 @@ def run_facts(run: Run) -> dict[str, Any]:
 
 def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
     config, mesh, per_step = run.config, facts["mesh"], facts["sequences_per_step"]
-    held_out = f", {facts['held_out_sequences']:,} held-out sequences" if run.held_out else ""
-    data = f"{facts['sequences_per_epoch'] or 0:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
-    if config.data.source == "recall":
-        data = f"generated sequences of {config.data.seq_len:,} tokens"
-    if isinstance(run.data, StreamDataset):
-        data = f"streamed by {run.data.num_readers} readers, which shuffle {config.data.shuffle_buffer:,} documents{held_out}"
-        if mesh["data_parallel"] > 1 and run.data.num_readers % (mesh["data_parallel"] * config.trainer.batch_size):
-            data += (
-                f", and {mesh['data_parallel']} data-parallel ranks do not divide the readers evenly: some read the same text"
-            )
-    if isinstance(run.data, MixtureDataset):
-        shares = [
-            f"{weight:.1%} {name} ({run.data.sources[name].sequences_per_epoch:,} sequences)"
-            for name, weight in run.data.weights.items()
-        ]
-        data = f"{', '.join(shares)}{held_out}; {run.data.first_exhausted} runs out after "
-        data += f"{run.data.sequences_per_epoch:,} sequences"
-    if isinstance(run.data, RecordDataset | BestFitDataset):
-        data += f", {run.data.padding:.1%} padding"
     rows = config.model.vocab_size or 0
     padding = f" of {rows:,} rows (the loss ignores the other rows)" if rows > facts["vocab_size"] else ""
     kinds = f", layers {','.join(config.model.layer_types)}" if config.model.layer_types else ""
     entries: dict[str, Any] = {
         "directory": directory,
         "model": f"{facts['parameters']:,} parameters, vocabulary {facts['vocab_size']:,}{padding}{kinds}",
-        "data": f"{config.data.description}, {data}",
+        "data": _describe_data(run, facts),
         "mesh": f"{mesh['data_parallel']} data-parallel x {mesh['ring']} ring x {mesh['ulysses']} Ulysses ranks "
         f"on {facts['device']}",
         "step": f"{per_step} sequence{'s' * (per_step > 1)}, {facts['tokens_per_step']:,} tokens",
@@ -153,6 +134,28 @@ def describe(run: Run, directory: Path, facts: dict[str, Any]) -> None:
             entries |= {"positions": warning} if warning else {}
     for name, value in entries.items():
         log.info(f"{name:<11} {value}")
+
+
+def _describe_data(run: Run, facts: dict[str, Any]) -> str:
+    config, ranks = run.config, facts["mesh"]["data_parallel"]
+    held_out = f", {facts['held_out_sequences']:,} held-out sequences" if run.held_out else ""
+    data = f"{facts['sequences_per_epoch'] or 0:,} sequences of {config.data.seq_len:,} tokens per epoch{held_out}"
+    if config.data.source == "recall":
+        data = f"generated sequences of {config.data.seq_len:,} tokens"
+    if isinstance(run.data, StreamDataset):
+        data = f"streamed by {run.data.num_readers} readers, which shuffle {config.data.shuffle_buffer:,} documents{held_out}"
+        if ranks > 1 and run.data.num_readers % (ranks * config.trainer.batch_size):
+            data += f", and {ranks} data-parallel ranks do not divide the readers evenly: some read the same text"
+    if isinstance(run.data, MixtureDataset):
+        shares = [
+            f"{weight:.1%} {name} ({run.data.sources[name].sequences_per_epoch:,} sequences)"
+            for name, weight in run.data.weights.items()
+        ]
+        data = f"{', '.join(shares)}{held_out}; {run.data.first_exhausted} runs out after "
+        data += f"{run.data.sequences_per_epoch:,} sequences"
+    if isinstance(run.data, RecordDataset | BestFitDataset):
+        data += f", {run.data.padding:.1%} padding"
+    return f"{config.data.description}, {data}"
 
 
 def pair_shares(run: Run) -> prediction.Shares:
