@@ -12,8 +12,9 @@ import signal
 import threading
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -152,16 +153,21 @@ def acquire_run_directory(directory: Path) -> Generator[None]:
     with ExitStack() as lock:
         with sync_errors():
             if dist.get_rank() == 0:
-                directory.mkdir(parents=True, exist_ok=True)
-                path = replace_link(directory / ".lock")
-                try:
-                    # By default, filelock falls back to a marker file, which would survive a kill.
-                    lock.enter_context(FileLock(path, blocking=False, fallback_to_soft=False))
-                except Timeout:
-                    raise ConfigError(f"another process trains in {directory}: wait for it, or choose another name") from None
-                except OSError as error:
-                    if error.errno not in NO_LOCKS:
-                        reason = "it is a folder" if path.is_dir() else error.strerror
-                        raise ConfigError(f"{path} cannot be locked ({reason}): remove it, or choose another name") from None
-                    log.warning(f"{'lock':<12}none, because the file system has no locks: do not launch this run twice")
+                lock.enter_context(_lock(directory))
         yield
+
+
+def _lock(directory: Path) -> AbstractContextManager[Any]:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = replace_link(directory / ".lock")
+    try:
+        # By default, filelock falls back to a marker file, which would survive a kill.
+        return FileLock(path, fallback_to_soft=False).acquire(blocking=False)
+    except Timeout:
+        raise ConfigError(f"another process trains in {directory}: wait for it, or choose another name") from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            reason = "it is a folder" if path.is_dir() else error.strerror
+            raise ConfigError(f"{path} cannot be locked ({reason}): remove it, or choose another name") from None
+        log.warning(f"{'lock':<12}none, because the file system has no locks: do not launch this run twice")
+        return nullcontext()
