@@ -138,14 +138,17 @@ class Reader:
                     break
                 begin, empty_epochs = self._next, empty_epochs + 1
                 if empty_epochs > 1:
-                    reason = ": remove empty files"
-                    if self._fault:
-                        reason = f", and its last fault is: {self._fault}; correct or remove it, or leave out data.streaming"
-                    raise ConfigError(f"a part of {stream.config.description} contains no text{reason}")
+                    raise self._no_text()
         # Keys of 2**63 or more would become float64 in numpy. Blocks with equal float64 keys would have the same order.
         random = np.random.Philox(key=[stream.seed, 2**62 + (self._number << 48) + block])
         self._texts = [texts[index] for index in random_order(random, len(texts))]
         self.position = Position(self.position.sequences, *begin, block, 0, 0, *faults)
+
+    def _no_text(self) -> ConfigError:
+        reason = ": remove empty files"
+        if self._fault:
+            reason = f", and its last fault is: {self._fault}; correct or remove it, or leave out data.streaming"
+        return ConfigError(f"a part of {self._stream.config.description} contains no text{reason}")
 
     def _read(self, epoch: int, piece: int, entry: int) -> Iterator[tuple[tuple[int, int, int], str | None]]:
         """Read the texts of the stream, beginning at entry number `entry` of piece number `piece`.
