@@ -41,7 +41,7 @@ from ringattn.train.parallel.mesh import Mesh, attention_inputs, build_mesh, cau
 from ringattn.train.parallel.ranks import broadcast_object, pick_device, ranks_per_host, set_deterministic, sync_errors
 from ringattn.train.parallel.shard import checkpoint_activations, compile_blocks, shard_model
 from ringattn.train.parallel.timing import Gpu, Machine
-from ringattn.train.settings.config import Config, ConfigError, check, with_settings
+from ringattn.train.settings.config import Config, ConfigError, DataConfig, check, with_settings
 from ringattn.train.settings.token_budget import resolve_token_budget
 
 log = logging.getLogger(__name__)
@@ -124,16 +124,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
     """
     with sync_errors():
         device, bf16, kernel = choose_device(config, training=True)
-        model = config.model
-        if (model.experts or 1) > 1 == model.experts_per_token and model.normalise_top_k:
-            raise ConfigError(
-                "model.experts_per_token=1 with model.normalise_top_k=true: the weight of an expert is always 1, so the "
-                "router would not learn from the loss; set model.normalise_top_k=false, or choose more experts per token"
-            )
-        if config.trainer.float8:
-            float8.check(config.model, device, bf16)
-        if config.memory.moments == "8bit":
-            optim.import_torchao()
+        _check_training(config, device, bf16)
         tokenizer = tokenizer_of(config.data)
         init_from_changes = initial_weights.compare_settings(init_from, config, tokenizer) if init_from else ""
         minimum, given = tokenizer.vocab_size, config.model.vocab_size
@@ -158,14 +149,7 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         held_out = load_held_out(config.data, tokenizer, data)
         _free_memory(device)
         fingerprints = [data.fingerprint, held_out and held_out.fingerprint]  # may raise, because they read documents
-    try:
-        check_same(fingerprints, dist.group.WORLD)
-    except ValueError as error:
-        ranks = str(error).partition(" of the group")[0]
-        raise ConfigError(
-            f"the text of {config.data.description} differs between the ranks: {ranks} has another one; copy the same files to "
-            "all hosts, and set HF_HOME to a shared directory"
-        ) from None
+    _check_same_text(config.data, fingerprints)
     return TrainingResources(
         device=device,
         bf16=bf16,
@@ -181,6 +165,32 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
         held_out=held_out,
         data_ready=time.monotonic(),
     )
+
+
+def _check_training(config: Config, device: torch.device, bf16: bool) -> None:
+    """Check the settings that only affect training."""
+    model = config.model
+    if (model.experts or 1) > 1 == model.experts_per_token and model.normalise_top_k:
+        raise ConfigError(
+            "model.experts_per_token=1 with model.normalise_top_k=true: the weight of an expert is always 1, so the router "
+            "would not learn from the loss; set model.normalise_top_k=false, or choose more experts per token"
+        )
+    if config.trainer.float8:
+        float8.check(config.model, device, bf16)
+    if config.memory.moments == "8bit":
+        optim.import_torchao()
+
+
+def _check_same_text(data: DataConfig, fingerprints: list[Any]) -> None:
+    """Raise ConfigError on every rank if the fingerprints of the text differ between the ranks."""
+    try:
+        check_same(fingerprints, dist.group.WORLD)
+    except ValueError as error:
+        ranks = str(error).partition(" of the group")[0]
+        raise ConfigError(
+            f"the text of {data.description} differs between the ranks: {ranks} has another one; copy the same files to all "
+            "hosts, and set HF_HOME to a shared directory"
+        ) from None
 
 
 def build(config: Config, init_from: Path | None = None, parent: str | None = None, progress: tuple[int, int] = (0, 0)) -> Run:
