@@ -120,7 +120,11 @@ def declared_settings(path: Path, changes: dict[str, Any] | None = None) -> dict
 
 def model_config(path: Path) -> ModelConfig:
     """Return `read_settings` as a ModelConfig. The errors are the same."""
-    return ModelConfig(**{name.removeprefix("resolved_"): value for name, value in read_settings(path).items()})
+    return _model_of(read_settings(path))
+
+
+def _model_of(settings: dict[str, Any]) -> ModelConfig:
+    return ModelConfig(**{name.removeprefix("resolved_"): value for name, value in settings.items()})
 
 
 def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -196,7 +200,7 @@ def describes(config: dict[str, Any], model: ModelConfig) -> bool:
         settings = settings_from_config(config)
     except ConfigError:
         return False
-    other = ModelConfig(**{name.removeprefix("resolved_"): value for name, value in settings.items()})
+    other = _model_of(settings)
 
     def is_equal(value: Any, other: Any) -> bool:
         return math.isclose(value, other) if isinstance(value, float) and isinstance(other, float) else value == other
