@@ -148,10 +148,7 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
     rope, local_theta = _rope_entries(config, family)
     if family.local_rope_theta is not None:
         config.pop("original_max_position_embeddings", None)  # transformers ignores this entry
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind == "yarn" and rope.get("truncate") is False:
-        kind = "yarn-exact"
-    kind = "longrope" if kind == "su" else kind  # an earlier name
+    kind = _rope_type(rope)
     _check_supported(config, rope, kind, family)
     dim, heads = _number("hidden_size", config), _number("num_attention_heads", config)
     layers, most = _number("num_hidden_layers", config), RANGES["model.layers"][1]
@@ -184,14 +181,7 @@ def settings_from_config(config: dict[str, Any]) -> dict[str, Any]:
         settings[entry.setting] = entry.decode(value)
     if settings["attention_scale"] == settings["resolved_head_dim"] ** -0.5:
         settings["attention_scale"] = None
-    if kind != "default":
-        factor = _rope_factor(config, rope) if kind in HAS_DEFAULT_FACTOR else _number("factor", rope, kind=float)
-        trained_len = None if kind == "linear" else _rope_trained_len(config, rope)
-        if kind == "longrope":
-            factors = [*rope["short_factor"], *rope["long_factor"]]
-            settings["rope_factors"] = [_number("factor", {"factor": each}, kind=float) for each in factors]
-        settings |= {"rope_factor": factor, "rope_trained_len": trained_len, "rope_scaling": kind}
-    return settings
+    return settings | _rope_scaling(config, rope, kind)
 
 
 def describes(config: dict[str, Any], model: ModelConfig) -> bool:
@@ -307,6 +297,26 @@ def _rope_entries(config: dict[str, Any], family: Family) -> tuple[dict[str, Any
     full = full | (config.get("rope_scaling") or {})
     is_same = full.get("rope_type", "default") == "default" and _number("rope_theta", full, config, kind=float) == theta
     return full, None if is_same else theta
+
+
+def _rope_type(rope: dict[str, Any]) -> str:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "yarn" and rope.get("truncate") is False:
+        return "yarn-exact"
+    return "longrope" if kind == "su" else kind  # an earlier name
+
+
+def _rope_scaling(config: dict[str, Any], rope: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return the settings that extend a model to longer sequences, or {}. `kind` is the result of `_rope_type`."""
+    if kind == "default":
+        return {}
+    factor = _rope_factor(config, rope) if kind in HAS_DEFAULT_FACTOR else _number("factor", rope, kind=float)
+    trained_len = None if kind == "linear" else _rope_trained_len(config, rope)
+    settings = {"rope_factor": factor, "rope_trained_len": trained_len, "rope_scaling": kind}
+    if kind == "longrope":
+        factors = [*rope["short_factor"], *rope["long_factor"]]
+        settings["rope_factors"] = [_number("factor", {"factor": each}, kind=float) for each in factors]
+    return settings
 
 
 def _period(types: list[str]) -> list[str]:
