@@ -128,7 +128,6 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
         ConfigError: the checkpoint or its tokenizer is missing, or the tokenizer has changed. The error is also raised if
             transformers has no suitable architecture. The folder must be empty and writable.
     """
-    from huggingface_hub import save_torch_state_dict
     from safetensors import SafetensorError
 
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -151,11 +150,7 @@ def export(path: Path, folder: Path, dtype: torch.dtype) -> None:
     try:
         with _reserve(folder):
             tensors = exported_tensors(path, settings, rows, dtype, FAMILIES[config["model_type"]])
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            with show_progress(("saving", "saved"), folder, size, lambda: bytes_on_disk(folder) / size):
-                save_torch_state_dict(tensors, folder)
-            for weights in folder.glob("*.safetensors"):
-                weights.chmod(folder.stat().st_mode & 0o644)  # safetensors lets only the owner read its files.
+            _write_weights(tensors, folder)
             if published is not None:
                 left_out = LEFT_OUT if isinstance(tokenizer, JsonTokenizer) else LEFT_OUT + TOKENIZER_FILES
                 copy_files(published, folder, (*left_out, escape(str(published / "config.json"))))
@@ -264,6 +259,16 @@ def exported_tensors(
             raise ConfigError(f"{name} of {path} contains numbers that {dtype} cannot represent: use dtype=bf16 or dtype=fp32")
         parts.setdefault(huggingface.hugging_face_name(name, family), []).append(part)
     return expert_weights.exported_tensors(parts)
+
+
+def _write_weights(tensors: dict[str, torch.Tensor], folder: Path) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    with show_progress(("saving", "saved"), folder, size, lambda: bytes_on_disk(folder) / size):
+        save_torch_state_dict(tensors, folder)
+    for weights in folder.glob("*.safetensors"):
+        weights.chmod(folder.stat().st_mode & 0o644)  # safetensors lets only the owner read its files.
 
 
 def write_tokenizer(path: Path, tokenizer: JsonTokenizer, folder: Path) -> None:
