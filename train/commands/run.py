@@ -48,6 +48,9 @@ from ringattn.train.trainer import check_job, train
 
 log = logging.getLogger(__name__)
 
+# resolve(settings of Hydra, overrides, directory of the job) returns the settings of a job.
+Resolve = Callable[[DictConfig, list[str], Path], Config]
+
 # The folder of the YAML files is configs/ in the repository, and ringattn/configs/ in an installation.
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -92,25 +95,6 @@ def run_as_rank_zero(launch: Launch) -> int:
         check_overrides(given)
         return resolve_settings(to_config(settings), given, directory, jobs.lengths, dist.get_world_size())
 
-    def check_jobs(directory: Path, params: Mapping[str, Any] | None) -> None:
-        """`directory` is the directory of any job."""
-        jobs.rejected, valid = dict[tuple[str, ...], Exception](), set[int]()
-        logging.disable(logging.INFO)  # Every job logs its choices again at its start.
-        try:
-            for overrides in jobs_of_sweep(params):
-                job = Outcome(overrides, varied_settings(overrides, params))
-                path = directory.parent / job_directory(overrides, params)
-                try:
-                    config = resolve(hydra.compose("train", overrides), overrides, path)
-                    run_on_all_ranks(check_job, config, path)
-                    valid.add(config.data.seq_len)
-                except USER_ERRORS as error:
-                    jobs.rejected[tuple(overrides)] = error
-                    report_error(ConfigError(f"{job.name} cannot run: {describe_error(error)}"))
-        finally:
-            logging.disable(logging.NOTSET)
-        jobs.lengths = [length for length in varied_lengths(params) if length in valid]
-
     def run_job(settings: DictConfig) -> None:
         context = HydraConfig.get()
         directory, is_sweep = Path(context.runtime.output_dir), context.mode == RunMode.MULTIRUN
@@ -123,7 +107,7 @@ def run_as_rank_zero(launch: Launch) -> int:
         try:
             check_name(settings.name, context)
             if is_sweep and jobs.rejected is None:
-                check_jobs(directory, params)
+                check_jobs(jobs, resolve, directory, params)
             if (error := (jobs.rejected or {}).get(tuple(overrides))) is not None:
                 outcome.result = describe_failure(error, directory)
                 return
@@ -161,6 +145,26 @@ def run_as_rank_zero(launch: Launch) -> int:
     if jobs.directory is not None and all(outcome.result != "stopped" for outcome in jobs.outcomes):
         log_to_wandb(jobs.outcomes, jobs.directory)
     return status or int(jobs.has_errors())
+
+
+def check_jobs(jobs: Jobs, resolve: Resolve, directory: Path, params: Mapping[str, Any] | None) -> None:
+    """Check all jobs of a sweep, and record the errors of jobs that cannot run. `directory` is the directory of any job."""
+    jobs.rejected, valid = dict[tuple[str, ...], Exception](), set[int]()
+    logging.disable(logging.INFO)  # Every job logs its choices again at its start.
+    try:
+        for overrides in jobs_of_sweep(params):
+            job = Outcome(overrides, varied_settings(overrides, params))
+            path = directory.parent / job_directory(overrides, params)
+            try:
+                config = resolve(hydra.compose("train", overrides), overrides, path)
+                run_on_all_ranks(check_job, config, path)
+                valid.add(config.data.seq_len)
+            except USER_ERRORS as error:
+                jobs.rejected[tuple(overrides)] = error
+                report_error(ConfigError(f"{job.name} cannot run: {describe_error(error)}"))
+    finally:
+        logging.disable(logging.NOTSET)
+    jobs.lengths = [length for length in varied_lengths(params) if length in valid]
 
 
 def run_on_all_ranks(function: Callable[[Config, Path], Any], config: Config, directory: Path) -> Any:
