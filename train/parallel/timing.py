@@ -150,7 +150,6 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     """
     model, gpu, layers = config.model, machine.gpu or SLOW_GPU, config.model.layers
     size = 2 if machine.bf16 else 4
-    rows = estimate.tokens_per_rank(config, shape)
     tokens = estimate.tokens_per_micro_step(config, shape)
     logits_dim = padded_vocabulary(model, machine.vocab_size)
     head, blocks = logits_dim * model.dim, layers * estimate.block_parameters(model)
@@ -158,7 +157,7 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     vocab = estimate.other_parameters(model, machine.vocab_size)
 
     # With chunks, the backward pass recomputes all operations except attention.
-    chunks = plan.num_chunks(rows)
+    chunks = plan.num_chunks(estimate.tokens_per_rank(config, shape))
     share = 1 if chunks > 1 else plan.recomputed_blocks / layers
     before = plan.recomputed_blocks * estimate.projection_parameters(model) if chunks > 1 else 0
     # The experts stay in bf16.
@@ -181,7 +180,19 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     # The first gather and the last reduction of a step do not overlap with computation.
     exposed = per_byte * (size + 4) * vocab + _exposed_copies(config, shape, machine, plan, (forward, backward))
 
-    groups = -(-layers // estimate.blocks_per_group(model, machine.bf16))
+    micro_step = max(max(compute, collectives) + exposed, _host_seconds(config, shape, machine, plan))
+    kept = vocab + blocks * (1 - plan.host_blocks / layers)
+    optimizer = (OPTIMIZER_BYTES + 2 * estimate.moment_bytes(config)) * kept / machine.ranks / gpu.memory
+    count = num_micro_steps(config, shape)
+    seconds = HOST_STEP + count * micro_step + optimizer + _exposed_updates(config, machine, plan, forward)
+    communication = max(attention.seconds - kernels_alone(config, shape, gpu).seconds, 0.0)
+    return StepTime(seconds, seconds - count * (compute - communication) - optimizer)
+
+
+def _host_seconds(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPlan) -> float:
+    """Return the seconds of work on the host of a rank in a micro-step."""
+    groups = -(-config.model.layers // estimate.blocks_per_group(config.model, machine.bf16))
+    chunks = plan.num_chunks(estimate.tokens_per_rank(config, shape))
     hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
     # On another mesh, graphs may be impossible even if `trainer.cuda_graphs` is True.
     situation = config, shape, machine.device, machine.compiled and plan == MemoryPlan(), machine.bf16
@@ -189,15 +200,7 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
     # The replay of a graph takes almost no time on the host.
     block = 0.0 if graphed else HOST_BLOCK * chunks + hops * HOST_HOP + (HOST_ALL_TO_ALL if shape.ulysses > 1 else 0)
     # If there are several groups, one more group contains the parameters outside the blocks.
-    host = (groups + (groups > 1)) * HOST_GROUP + layers * block
-
-    micro_step = max(max(compute, collectives) + exposed, host)
-    kept = vocab + blocks * (1 - plan.host_blocks / layers)
-    optimizer = (OPTIMIZER_BYTES + 2 * estimate.moment_bytes(config)) * kept / machine.ranks / gpu.memory
-    count = num_micro_steps(config, shape)
-    seconds = HOST_STEP + count * micro_step + optimizer + _exposed_updates(config, machine, plan, forward)
-    communication = max(attention.seconds - kernels_alone(config, shape, gpu).seconds, 0.0)
-    return StepTime(seconds, seconds - count * (compute - communication) - optimizer)
+    return (groups + (groups > 1)) * HOST_GROUP + config.model.layers * block
 
 
 def _exposed_copies(
