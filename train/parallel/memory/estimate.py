@@ -127,12 +127,6 @@ def needs(
     # All layers share the fp32 cosines and sines, and the int64 tokens, labels and positions.
     shared = tokens * (4 * common.rotary_dims + 24)
 
-    chunk = min(tokens, chunk_size(logits_dim))
-    logits = chunk * logits_dim
-    chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * model.dim)
-    if not compiled:
-        chunk_bytes = max(chunk_bytes, 14 * logits)
-
     def moment(backward: float, gathered: float, activations: float, gradients: float = gradients) -> Bytes:
         return {
             "parameters and optimizer state": state,
@@ -142,7 +136,7 @@ def needs(
             "intermediate results of the backward pass": backward,
         }
 
-    loss = 3 * size * tokens * model.dim + 4 * head + chunk_bytes
+    loss = _loss_bytes(model.dim, logits_dim, size, tokens, compiled)
     moments = [moment(loss, gathered + prefetched, tokens * saved.resident(layers) + shared)]
     parts = _feed_forward_bytes(config, shape, size, plan), _attention_bytes(config, shape, size, plan, common.head_chunks)
     # The peak occurs at the first block, at the last block, or at a block where the memory plan changes.
@@ -173,6 +167,15 @@ def inference_needs(config: Config, shape: MeshShape, vocab_size: int, bf16: boo
     device = {"parameters": 4 * parameters / shape.ranks, "keys and values": size * rows * _attention_dims(model)[1]}
     # The input of a block, and the int64 tokens, labels and positions
     return Needs(device | {"activations": tokens * (size * model.dim + 24)}, {})
+
+
+def _loss_bytes(dim: int, logits_dim: int, size: int, tokens: int, compiled: bool) -> int:
+    chunk, head = min(tokens, chunk_size(logits_dim)), logits_dim * dim
+    logits = chunk * logits_dim
+    chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * dim)
+    if not compiled:
+        chunk_bytes = max(chunk_bytes, 14 * logits)
+    return 3 * size * tokens * dim + 4 * head + chunk_bytes
 
 
 def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
