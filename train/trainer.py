@@ -177,6 +177,13 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
     profiler = Profiler(trainer, directory, run.device, done)
     saved = done  # the step of the newest checkpoint
     with closing(recorder), closing(profiler), build_saver(run, done) as saver:
+
+        def stop_after(step: int) -> NoReturn:
+            if saved < step:
+                timed_save(run, directory, step, consumed, recorder, saver)
+            saver.wait()
+            end_stopped_run(run, directory, step, wandb_run)
+
         repeat_evaluation(run, directory, done, recorder, wandb_run)
         for step in range(done + 1, trainer.steps + 1):
             start = time.perf_counter()
@@ -184,10 +191,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                 with profiler.profile_step(step):
                     record, stop = take_step(run, step, consumed)
             except preemption.StoppedEarly:
-                if saved < step - 1:
-                    timed_save(run, directory, step - 1, consumed, recorder, saver)
-                saver.wait()
-                end_stopped_run(run, directory, step - 1, wandb_run)
+                stop_after(step - 1)
             seconds = time.perf_counter() - start
             if step == done + 1:
                 startup.end_part("first step")
@@ -200,10 +204,7 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
             record["peak_memory_gib"] = peak_memory_gib(run.device, run.uncounted_bytes)
             recorder.log(step, tokens=run.tokens_per_step, seconds=seconds, show=stop or not evaluates, **record)
             if step == done + 1:
-                log.info(f"{'start-up':<12}{startup.describe()}")
-                if dist.get_rank() == 0 and (texts := texts_of(run.data)):
-                    plot_documents(texts, directory / "documents.png")
-                wandb_run.add_facts(communication_facts(run))
+                report_first_step(run, directory, wandb_run)
             # Save before the evaluation, so that a kill during the evaluation does not lose the step.
             is_saved = stop or saves_after_step(step, trainer)
             if is_saved:
@@ -219,10 +220,15 @@ def take_steps(run: Run, directory: Path, done: int, consumed: int, wandb_run: W
                 # Check for a stop request that came during the save or the evaluation.
                 stop = preemption.any_rank_stop_requested(trainer.time_limit_s)
             if stop:
-                if not is_saved:
-                    timed_save(run, directory, step, consumed, recorder, saver)
-                saver.wait()
-                end_stopped_run(run, directory, step, wandb_run)
+                stop_after(step)
+
+
+def report_first_step(run: Run, directory: Path, wandb_run: WandbRun) -> None:
+    """Report the start-up, the documents and the communication. All ranks call this function."""
+    log.info(f"{'start-up':<12}{startup.describe()}")
+    if dist.get_rank() == 0 and (texts := texts_of(run.data)):
+        plot_documents(texts, directory / "documents.png")
+    wandb_run.add_facts(communication_facts(run))
 
 
 def report_sources(run: Run, step: int, consumed: int) -> dict[str, float]:
