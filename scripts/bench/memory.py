@@ -9,18 +9,16 @@ script writes README.md to --output.
 """
 
 import argparse
-import json
 import re
-import subprocess
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from scripts import command, gpus
-from scripts.bench.training import find_reason
+from scripts.bench.training import run_job
 from scripts.tables import markdown_table
 
 CASES = (
@@ -74,15 +72,11 @@ def measure(case: str, steps: int) -> Row:
     """Train one case in a subprocess. Return the run's summary with the predicted seconds per step, or {"failed": error
     message}.
     """
-    with tempfile.TemporaryDirectory() as directory:
-        environment = command.child_environment(PYTHONUNBUFFERED="1")
-        arguments = job_command(case, steps, Path(directory) / "run")
-        done = subprocess.run(arguments, capture_output=True, text=True, cwd=directory, env=environment)
-        summary = Path(directory) / "run" / "summary.json"
-        if done.returncode or not summary.exists():
-            return {"case": case, "failed": find_reason(done.stderr)}
-        predicted = re.search(r"^prediction +about (\S+) s per step", done.stdout, re.MULTILINE)
-        return {"case": case, "predicted": float(predicted[1]) if predicted else None} | json.loads(summary.read_text())
+    summary, text = run_job(partial(job_command, case, steps))
+    if "failed" in summary:
+        return {"case": case} | summary
+    predicted = re.search(r"^prediction +about (\S+) s per step", text, re.MULTILINE)
+    return {"case": case, "predicted": float(predicted[1]) if predicted else None} | summary
 
 
 def results_table(date: str, rows: list[Row]) -> str:

@@ -18,6 +18,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +63,27 @@ def job_command(variant: str, model: str, length: int, ranks: int, steps: int, o
 
 def measure(variant: str, model: str, length: int, ranks: int, steps: int) -> Row:
     """Train one job in a subprocess. Return the contents of summary.json, or {"failed": error message}."""
-    row: Row = {"variant": variant, "length": length}
+    summary, _ = run_job(partial(job_command, variant, model, length, ranks, steps))
+    return {"variant": variant, "length": length} | summary
+
+
+def run_job(create_command: Callable[[Path], list[str]]) -> tuple[Row, str]:
+    """Run a training job in a subprocess.
+
+    Args:
+        create_command: returns the command line of a job that writes summary.json to the given folder.
+
+    Returns:
+        The contents of summary.json, or {"failed": error message}, and the standard output of the job.
+    """
     with tempfile.TemporaryDirectory() as directory:
         environment = command.child_environment(PYTHONUNBUFFERED="1")
-        arguments = job_command(variant, model, length, ranks, steps, Path(directory) / "run")
+        arguments = create_command(Path(directory) / "run")
         done = subprocess.run(arguments, capture_output=True, text=True, cwd=directory, env=environment)
         summary = Path(directory) / "run" / "summary.json"
         if done.returncode or not summary.exists():
-            return row | {"failed": find_reason(done.stderr)}
-        return row | json.loads(summary.read_text())
+            return {"failed": find_reason(done.stderr)}, done.stdout
+        return json.loads(summary.read_text()), done.stdout
 
 
 def find_reason(stderr: str) -> str:
