@@ -142,7 +142,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     wanted = os.environ.get(TRANSPORT_VARIABLE, "auto") if transport == "auto" else transport
     if wanted not in TRANSPORTS:
         raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
-    store = _group_store(group, "handshake")
+    store = _group_store(group)
     store = dist.PrefixStore(_name_handshake(store, group), store)
     ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device, wanted))]
     _compare_calls(store, group, call)
@@ -182,12 +182,12 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     return connection
 
 
-def _group_store(group: dist.ProcessGroup, prefix: str) -> dist.Store:
+def _group_store(group: dist.ProcessGroup) -> dist.Store:
     store = _get_process_group_store(group)
     # If the store's server has died, `check` raises an error at once. `clone` would try to connect for up to 30 minutes.
-    store.check([prefix])
+    store.check(["handshake"])
     # A clone of the store has its own connection, so the watchdog's waits do not delay other users.
-    return dist.PrefixStore(f"ringattn/{prefix}", store.clone() if hasattr(store, "clone") else store)
+    return dist.PrefixStore("ringattn/handshake", store.clone() if hasattr(store, "clone") else store)
 
 
 def _name_handshake(store: dist.Store, group: dist.ProcessGroup) -> str:

@@ -333,7 +333,7 @@ def test_a_store_whose_server_has_died_is_an_error_at_once(monkeypatch: pytest.M
     del server
     start = time.monotonic()
     with pytest.raises(dist.DistNetworkError):
-        connect._group_store(None, "handshake")
+        connect._group_store(None)
     assert time.monotonic() - start < 10
 
 
