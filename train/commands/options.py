@@ -140,11 +140,7 @@ def folder_config(path: Path) -> Config:
     """Return the settings of a model in Hugging Face's format.
 
     Raises:
-        ConfigError: config.json does not describe a supported model, or tokenizer.json is missing.
+        ConfigError: config.json does not describe a supported model.
     """
-    model = huggingface.model_config(path)
-    if not (tokenizer := path / "tokenizer.json").is_file():
-        raise ConfigError(f"{path} has no tokenizer.json: download the tokenizer of the model as well")
-    return Config(
-        path.name, model, DataConfig(tokenizer=str(tokenizer), eval_fraction=0.0), trainer=TrainerConfig(compile=False)
-    )
+    data = DataConfig(tokenizer=str(path / "tokenizer.json"), eval_fraction=0.0)
+    return Config(path.name, huggingface.model_config(path), data, trainer=TrainerConfig(compile=False))

@@ -322,7 +322,14 @@ def test_held_out_fraction_is_evaluated(lengths, corpus, run_command_line, run_s
 def test_folder_without_a_tokenizer_is_an_error(corpus, run_script, only_error, tmp_path):
     write_folder(tmp_path / "model")
     assert run_script(generate, "run=model", DEVICE) == 1
-    assert "tokenizer.json" in only_error()
+    assert "model/tokenizer.json: No such file" in only_error()
+
+
+def test_folder_without_a_tokenizer_is_inspected_with_another_tokenizer(corpus, run_script, capfd, tmp_path):
+    """For example, the export of a model whose tokens are bytes has no tokenizer."""
+    write_folder(tmp_path / "model")
+    assert run_script(generate, "run=model", "prompt=a b", "tokens=5", "data.tokenizer=bytes", DEVICE) == 0
+    assert capfd.readouterr().out.startswith("a b")
 
 
 @pytest.mark.slow
