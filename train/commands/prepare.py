@@ -21,7 +21,7 @@ from ringattn.train.commands.arguments import apply_overrides, option, parse, ru
 from ringattn.train.commands.messages import exit_process
 from ringattn.train.data.prepared import copy_tokenizer
 from ringattn.train.data.shards import read_index
-from ringattn.train.data.tokenisation import report_skipped, tokenise
+from ringattn.train.data.tokenisation import check_counts, tokenise
 from ringattn.train.data.tokenizer import tokenizer_of
 from ringattn.train.data.workers import start_server
 from ringattn.train.settings.config import Config, ConfigError, check
@@ -67,6 +67,6 @@ def run_command_line(arguments: list[str]) -> None:
     except OSError as error:
         raise ConfigError(f"output={options.output} cannot be written: {error}; choose another folder") from error
     index = read_index(folder)
-    report_skipped(data, index["counts"])
+    check_counts(data, index["documents"], index["counts"])
     amount = f"{index['documents']:,} documents, {index['tokens']:,} tokens in {len(index['shards']):,} shards"
     log.info(f"{'prepared':<12}{amount}; train on them with: data=prepared data.path={folder}")

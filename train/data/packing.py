@@ -36,7 +36,7 @@ from ringattn.train.data.prepared import open_prepared
 from ringattn.train.data.records import RecordDataset, split_records
 from ringattn.train.data.shards import Documents, Shards
 from ringattn.train.data.stream import StreamDataset, open_stream
-from ringattn.train.data.tokenisation import report_skipped, tokenise
+from ringattn.train.data.tokenisation import check_counts, tokenise
 from ringattn.train.data.tokenizer import Tokenizer
 from ringattn.train.data.workers import log_once
 from ringattn.train.parallel.ranks import ranks_per_host, sync_errors
@@ -238,11 +238,7 @@ def load_documents(config: DataConfig, tokenizer: Tokenizer) -> Documents:
         store = Shards(Path(_once_per_host(lambda: str(tokenise(config, tokenizer, ranks_per_host())))))
         counts = store.index["counts"]
         documents = Documents.of(store, counts["rows_by_split"])
-    report_skipped(config, counts)
-    if len(documents) == 0:
-        faults = counts.get("first_faults", [])
-        reason = f", and its first fault is: {faults[0]}" if faults else ": provide files or rows that are not empty"
-        raise ConfigError(f"{config.description} contains no text{reason}")
+    check_counts(config, len(documents), counts)
     return documents
 
 

@@ -292,7 +292,8 @@ def _write_shard(job: Job, task: Task, entries: Iterator[sources.Entry], writer:
     return counts | {"first_faults": faults}, is_last
 
 
-def report_skipped(config: DataConfig, counts: dict[str, Any]) -> None:
+def check_counts(config: DataConfig, documents: int, counts: dict[str, Any]) -> None:
+    """Print how many files, lines or rows were skipped. Raise ConfigError if the corpus has no documents."""
     units = {"text": "files", "jsonl": "lines"}.get(config.source, "rows")
     if config.path and (number := counts.get("without_text")):
         of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"
@@ -300,6 +301,10 @@ def report_skipped(config: DataConfig, counts: dict[str, Any]) -> None:
     if number := counts.get("faulty"):
         of = f"{number:,} of {counts['entries']:,} {units} of {config.description}"
         log_once(f"{'skipped':<12}{of}, because they are faulty; the first: {counts['first_faults'][0]}")
+    if documents == 0:
+        faults = counts.get("first_faults", [])
+        reason = f", and its first fault is: {faults[0]}" if faults else ": provide files or rows that are not empty"
+        raise ConfigError(f"{config.description} contains no text{reason}")
 
 
 def code(tokenizer: Tokenizer) -> str:

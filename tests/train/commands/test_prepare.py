@@ -48,6 +48,17 @@ def test_settings_that_cannot_be_honoured_are_an_error(arguments, message, tmp_p
     assert not Path("x", "index.json").exists()
 
 
+@pytest.mark.parametrize(
+    ("content", "on_error", "message"),
+    [("\n", "raise", "contains no text: provide"), ("{\n", "skip", "contains no text, and its first fault is: .*line 1")],
+)
+def test_a_text_without_documents_is_an_error(content, on_error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lines.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        run_prepare(*ARGUMENTS, f"data.on_error={on_error}")
+
+
 def losses(name: str) -> list[float]:
     return [json.loads(line)["loss"] for line in Path("outputs", name, "metrics.jsonl").read_text().splitlines()]
 
