@@ -39,8 +39,8 @@ def cross_entropy(
         labels: int64 (B, N), the next tokens, or IGNORE for tokens without a loss.
         vocab_size: the number of tokens of the tokenizer.
         num_valid: the number of labels other than IGNORE, over all ranks and micro-steps of the optimizer step.
-        chunk: the tokens per chunk, by default `chunk_size(V)`. A chunk needs about 14 * chunk * V bytes, or 4 to 8 * chunk * V
-            with torch.compile.
+        chunk: the tokens per chunk, by default `chunk_size(V)`. A chunk needs about 12 to 16 * chunk * V bytes, or 4 to 8 *
+            chunk * V with torch.compile.
         compiled: whether `torch.compile` fuses the operations between the matrix products.
 
     Returns:
@@ -118,7 +118,8 @@ def _losses(logits: Tensor, labels: Tensor, vocab_size: int, with_gradients: boo
     losses = torch.where(is_valid, -picked, 0.0)[:, 0]
     if not with_gradients:
         return losses, None
-    gradients = (padded - lse).exp_().mul_(is_valid).to(logits.dtype)
+    # In place, to save memory without torch.compile. Compiled code would write changes of `logits` back.
+    gradients = torch.sub(padded, lse, out=None if padded is logits else padded).exp_().mul_(is_valid).to(logits.dtype)
     # Without torch.compile, subtracting a whole one-hot matrix would almost double the time.
     return losses, gradients.scatter_(1, label, ((picked.exp() - 1) * is_valid).to(logits.dtype))
 

@@ -95,6 +95,23 @@ def test_without_valid_tokens_the_loss_and_its_gradients_are_zero():
     assert head.grad.eq(0).all()
 
 
+@pytest.mark.parametrize(("dtype", "vocab_size"), [(torch.float32, 57), (torch.float32, 64), (torch.bfloat16, 64)])
+def test_the_loss_of_a_chunk_creates_one_fp32_matrix(dtype, vocab_size):
+    hidden, head, labels = problem(40, vocab_size, dtype)
+    logits, matrices = (hidden @ head.T)[0].detach(), []
+
+    class Matrices(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            results = [x for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, torch.Tensor)]
+            matrices.extend(x for x in results if x.dtype == torch.float32 and x.shape == logits.shape)
+            return out
+
+    with Matrices():
+        loss_module._losses(logits, labels[0], vocab_size, with_gradients=True)
+    assert len({x.data_ptr() for x in matrices} - {logits.data_ptr()}) == 1
+
+
 def test_logits_of_all_tokens_never_exist_at_once():
     """No tensor is larger than the hidden states or the logits of a chunk."""
     hidden, head, labels = problem(512, 64)

@@ -174,7 +174,7 @@ def _loss_bytes(dim: int, logits_dim: int, size: int, tokens: int, compiled: boo
     logits = chunk * logits_dim
     chunk_bytes = size * max((3 if chunk < tokens else 2) * logits, logits + head + chunk * dim)
     if not compiled:
-        chunk_bytes = max(chunk_bytes, 14 * logits)
+        chunk_bytes = max(chunk_bytes, (2 * size + 8) * logits)
     return 3 * size * tokens * dim + 4 * head + chunk_bytes
 
 
