@@ -51,8 +51,8 @@ def tile_loops(lo: ndarray, hi: ndarray, first: ndarray, end: ndarray, step: int
     lo, hi, last = lo.ravel(), hi.ravel(), end - 1
     first_lo, first_hi, last_lo, last_hi = lo[first], hi[first], lo[last], hi[last]
     begin = first_lo // alignment * alignment
-    # The bounds never decrease, so every row attends to the keys [last_lo, first_hi), and to no keys outside
-    # [first_lo, last_hi).
+    # The bounds never decrease. Every row therefore attends to all keys in [last_lo, first_hi), and no row attends to a key
+    # outside [first_lo, last_hi).
     num_steps = _ceil_div((last_hi - begin).clip(0), step) * (first_lo < last_hi)
     num_masked_prefix = np.minimum(_ceil_div(last_lo - begin, step), num_steps)
     num_unmasked = ((first_hi - begin).clip(0) // step - num_masked_prefix).clip(0)

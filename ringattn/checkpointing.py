@@ -65,7 +65,7 @@ def save_attention(
 
 
 def is_recomputing() -> bool:
-    """Return whether the current call recomputes a function under `save_attention`."""
+    """Return whether `save_attention` is recomputing the function that makes this call."""
     return isinstance(_innermost.get(), _Reuse)
 
 

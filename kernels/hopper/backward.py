@@ -121,7 +121,7 @@ class WideConfig:
 
     @property
     def p_tile_layout(self) -> gl.SharedLinearLayout:
-        """P (64 keys, queries) has the same order in shared memory as in registers, which avoids bank conflicts."""
+        """P, of shape (64 keys, queries), has the same order in shared memory as in registers. This avoids bank conflicts."""
         order = [[0, 1], [8, 0], [0, 8], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
         return gl.SharedLinearLayout(order + [[0, 16 << i] for i in range((self.queries // 16).bit_length() - 1)], [], 16)
 

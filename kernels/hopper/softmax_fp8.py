@@ -185,8 +185,8 @@ def pack(rounded):
 
 @gluon.jit
 def as_left_operand(words, CONFIG: gl.constexpr):
-    """View the result of `pack` as the left operand (64, keys) of P V. A loop must carry the packed words, because the unpacked
-    P needs four times as many registers.
+    """View the result of `pack` as P (64, keys), the left operand of the product P @ V. A loop must carry the packed words,
+    because the unpacked P needs four times as many registers.
     """
     LEFT: gl.constexpr = CONFIG.p_layout
     even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))

@@ -1,8 +1,8 @@
 """Split-KV decoding computes attention of a few new queries to a long cache of keys and values (Flash-Decoding, Dao et al.
 2023).
 
-The key tiles of all batch entries form one sequence, which is divided into *runs* of equal length. Each program computes
-attention to the keys of one run, for one key head:
+The key tiles of all batch entries form one sequence, which is divided into *runs* of equal length. Each program computes,
+for one key head, attention to the keys of one run:
 
     tiles of keys    [ entry 0                           ][ entry 1          ]
     runs             [ run 0            ][ run 1             ][ run 2        ]

@@ -48,7 +48,7 @@ def round_both(x: Tensor, scale: Tensor, rounded: Tensor, transposed: Tensor) ->
         transposed: (N, P), receives its transpose. P is M rounded up to a multiple of 16, and the padding becomes 0.
 
     Raises:
-        TypeError: x has another dtype, which Triton may transpose incorrectly.
+        TypeError: x is neither fp16 nor bf16. Triton may transpose other dtypes incorrectly.
     """
     if x.element_size() != 2:
         raise TypeError(f"x has the dtype {x.dtype}: round_both requires fp16 or bf16")

@@ -100,7 +100,7 @@ class RowsOfRing(IterableDatasetShard):
 
 
 def collate_rows(collate: Callable[[list[Any]], Any], start: int, rows: list[Any]) -> Any:
-    """Collate the rows of a ring, whose first row has the number `start` in the batch of all rings.
+    """Collate the rows of one ring. The index of its first row in the batch of all rings is `start`.
 
     In an incomplete batch, the entry "rest" counts the rows before repetitions begin.
     """

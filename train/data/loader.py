@@ -169,7 +169,7 @@ class Loader:
             raise LoaderError(str(error)) from error
 
     def positions(self, consumed: int) -> Positions:
-        """Return the position of each reader of a stream after `consumed` sequences."""
+        """Return the position of each reader when its stream has yielded `consumed` sequences."""
         return self._positions.get(consumed) or self.preparation.data.start
 
     def learn(self, requests: Sequence[Requests]) -> None:

@@ -291,7 +291,7 @@ class FileCorpus:
     """Reads files of JSON lines or Parquet files.
 
     Attributes:
-        pieces: the pieces of the corpus, which are smaller in small corpora.
+        pieces: the parts into which the files are split. They are smaller in small corpora.
         identity: a checksum of the names, sizes and beginnings of the files.
     """
 

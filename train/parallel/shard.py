@@ -62,7 +62,7 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
 def local_shard(x: Tensor) -> Tensor:
     """Return this rank's shard of a DTensor. Return a plain tensor unchanged.
 
-    Autograd records this function outside of `torch.no_grad()`.
+    Unless gradients are disabled, autograd records this function.
     """
     return x.to_local() if isinstance(x, DTensor) else x
 
