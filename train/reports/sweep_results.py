@@ -197,11 +197,11 @@ def _plot_entries(axes: Any, outcomes: list[Outcome], entries: dict[str, str], t
         axes.minorticks_off()
     axes.set_xticks(positions, labels, rotation=0 if name else 30)
     axes.set_xlabel(name or "")
-    axes.set_ylim(0, max(heights, default=1) * 1.1)
+    axes.set_ylim(0, max(heights, default=1) * (1.1 if len(entries) == 1 else 1.25))
     label_numbers(axes.yaxis)
     axes.set_title(title, fontsize="medium")
     if len(entries) > 1:
-        axes.legend(frameon=False)
+        axes.legend(loc="upper center", ncols=len(entries), frameon=False)  # in the space above all points
 
 
 def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
@@ -211,7 +211,7 @@ def _plot_losses(axes: Any, outcomes: list[Outcome]) -> None:
             draw_by_length(axes, list(losses), list(losses.values()), errors, label=outcome.name)
     if lengths := _lengths(outcomes):
         axes.set_xticks(lengths, [f"{length:,}" for length in lengths], rotation=30)
-        axes.legend(frameon=False)
+        axes.figure.legend(*axes.get_legend_handles_labels(), loc="outside right lower", frameon=False)
     axes.set_xlabel("sequence length of the evaluation in tokens")
     axes.set_title("loss of the same held-out tokens (nats per token)", fontsize="medium")
 

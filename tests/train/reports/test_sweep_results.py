@@ -108,6 +108,18 @@ def test_picture_has_no_estimated_memory_on_cpus(figure, tmp_path):
         assert [line.get_label() for line in figure[-1].axes[2].lines] == labels
 
 
+def test_legends_cover_no_data(figure, tmp_path):
+    """The error bars of many jobs fill the fourth panel, and measured memory may be largest anywhere."""
+    jobs = {f"job{i}": SHORT | {"peak_memory_gib": gib, "eval_loss_error": 1.0} for i, gib in enumerate((5, 1, 5, 1, 5))}
+    plot_sweep(jobs_of_lengths(**jobs), tmp_path / "sweep.png")
+    memory, (losses,) = figure[0].axes[2], figure[0].legends
+    assert [text.get_text() for text in losses.get_texts()] == [f"seq_len={256 * 2**i}" for i in range(5)]
+    assert not any(losses.get_window_extent().overlaps(axes.bbox) for axes in figure[0].axes)
+    extent = memory.get_legend().get_window_extent()
+    assert memory.transData.transform((256, 5))[1] < extent.y0
+    assert extent.y1 <= memory.bbox.y1
+
+
 def test_picture_shows_mfu_if_it_is_known(figure, tmp_path):
     plot_sweep(jobs_of_lengths(short=SHORT | {"mfu": 0.4}, long=LONG | {"mfu": 0.3}), tmp_path / "sweep.png")
     assert list(figure[0].axes[1].lines[0].get_ydata()) == [0.4, 0.3]
