@@ -217,14 +217,7 @@ def build(config: Config, init_from: Path | None = None, parent: str | None = No
     # Set the timeout after loading, because tokenising a corpus may take longer than the timeout.
     set_timeout(mesh, config.parallel.timeout_s)
     torch.manual_seed(config.trainer.seed + dist.get_rank())
-    with torch.device("meta"):
-        model = GPT(config.model.for_length(config.data.seq_len), tokenizer.vocab_size)
-    if config.trainer.float8:
-        float8.convert(model)
-    if found.compiled:
-        compile_blocks(model)
-    if found.plan.chunk:
-        chunk_blocks(model, found.plan.chunk)
+    model = _create_model(config, tokenizer.vocab_size, found.compiled, found.plan.chunk, config.trainer.float8)
     with show_allocation(int(found.memory_needed.offloaded)):
         checkpoint_activations(model, found.plan, device, found.memory_needed.host["activations"])
         host_groups = shard_model(model, mesh, device, config.trainer.seed, found.bf16, found.plan.host_blocks)
@@ -299,19 +292,26 @@ def build_for_inference(config: Config, weights: Path, num_tokens: int = 0) -> I
     with sync_errors():
         Capacity.of(device).check(inference_needs(config, mesh.shape, tokenizer.vocab_size, bf16, num_tokens))
     set_timeout(mesh, config.parallel.timeout_s)
-    with torch.device("meta"):
-        model = GPT(config.model.for_length(config.data.seq_len), tokenizer.vocab_size)
-    compiled = uses_compile(config, device)
-    if compiled:
-        compile_blocks(model)
-    plan = MemoryPlan(chunk=config.memory.chunk or 0)
-    if plan.chunk:
-        chunk_blocks(model, plan.chunk)
+    compiled, plan = uses_compile(config, device), MemoryPlan(chunk=config.memory.chunk or 0)
+    model = _create_model(config, tokenizer.vocab_size, compiled, plan.chunk)
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     initial_weights.load(weights, model)
     log.info(f"{'weights':<12}from {weights}" + (f", which were trained with {changes}" if changes else ""))
     parts: dict[str, Any] = dict(config=config, device=device, mesh=mesh, tokenizer=tokenizer, kernel=kernel, bf16=bf16)
     return InferenceRun(**parts, held_out=None, compiled=compiled, plan=plan, model=model)
+
+
+def _create_model(config: Config, vocab_size: int, compiled: bool, chunk: int, in_float8: bool = False) -> GPT:
+    """Create a model on the meta device. `chunk` is the number of tokens per chunk, or 0 for no chunks."""
+    with torch.device("meta"):
+        model = GPT(config.model.for_length(config.data.seq_len), vocab_size)
+    if in_float8:
+        float8.convert(model)
+    if compiled:
+        compile_blocks(model)
+    if chunk:
+        chunk_blocks(model, chunk)
+    return model
 
 
 def choose_device(config: Config, training: bool = False) -> tuple[torch.device, bool, backends.Choice]:
