@@ -178,9 +178,8 @@ def draw_events(calls: int, ranks: int, faults: int, few_different: bool, seed: 
     return events
 
 
-def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None:
-    watchdog.HEARTBEAT_INTERVAL, watchdog.GRACE, watchdog.DEAD_AFTER, recovery.PATIENCE = 0.05, 2.0, 1.0, 2.0
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+def join_group(rank: int) -> torch.device:
+    """Join the process group of all ranks, and return the device of this rank. Several ranks may share a GPU."""
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -188,6 +187,13 @@ def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None
         backend = "cpu:gloo,cuda:gloo" if os.environ.get(SHARE_GPUS) == "1" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend)
     torch.set_num_threads(1)
+    return device
+
+
+def run_rank(directory: Path, first: int, arguments: argparse.Namespace) -> None:
+    watchdog.HEARTBEAT_INTERVAL, watchdog.GRACE, watchdog.DEAD_AFTER, recovery.PATIENCE = 0.05, 2.0, 1.0, 2.0
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = join_group(rank)
     group, injector = new_group(), Injector(SimpleNamespace())
     # Consecutive calls have different inputs, so a late message would cause a wrong result.
     problems = {x: [Problem(x, rank, ranks, device, seed=i) for i in range(3)] for x in OPERATIONS}
