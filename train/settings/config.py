@@ -711,8 +711,17 @@ def _check_unused(config: Config) -> Iterator[str]:
 
 def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
     """Yield the name, the value and the reason of each setting without effect."""
+    for names, is_unused, reason in _reasons_without_effect(config):
+        for name in names.split():
+            value = attrgetter(name)(config)
+            if is_unused and value != attrgetter(name)(Config()):
+                yield name, value, reason
+
+
+def _reasons_without_effect(config: Config) -> tuple[tuple[str, bool, str], ...]:
+    """Return the names of settings, whether these settings have no effect, and the reason."""
     model, data, optim = config.model, config.data, config.optim
-    for names, is_unused, reason in (
+    return (
         (
             "data.path data.subset data.split data.column data.messages_column data.join",
             data.source == "mix",
@@ -802,11 +811,7 @@ def unused_settings(config: Config) -> Iterator[tuple[str, object, str]]:
             "without held-out text and without trainer.sample_tokens: choose always",
         ),
         ("logger.project", config.logger.wandb == "off", "if logger.wandb=off: choose another value of it"),
-    ):
-        for name in names.split():
-            value = attrgetter(name)(config)
-            if is_unused and value != attrgetter(name)(Config()):
-                yield name, value, reason
+    )
 
 
 def _check_model(model: ModelConfig) -> Iterator[str]:
