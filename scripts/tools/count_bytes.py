@@ -71,6 +71,17 @@ def forward_loads(
     return heads * head_dim * number_bytes * (intervals.num_rows + 2 * keys)
 
 
+def forward_traffic(intervals: Intervals, heads: int, head_dim: int, tile_queries: int, tile_keys: int) -> Traffic:
+    """Predict the traffic of a forward in bf16. Arguments as in `forward_loads`."""
+    all_rows, row = heads * intervals.num_rows, head_dim * BF16_BYTES
+    reads = dram_reads(intervals.num_rows, head_dim, tile_queries)
+    return Traffic(
+        l2_read=forward_loads(intervals, heads, head_dim, tile_queries, tile_keys),
+        dram_read=round(all_rows * (row + 2 * row * reads)),
+        dram_write=all_rows * (row + FP32_BYTES),
+    )
+
+
 def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Traffic]:
     """Predict the traffic of each Triton kernel with the formulas of docs/io.md.
 
@@ -81,12 +92,7 @@ def predict(length: int, heads: int, head_dim: int, mask: Mask) -> dict[str, Tra
     stats = 2 * FP32_BYTES  # bytes of lse and delta of a row
 
     tile = triton_common.choose_tile("forward", torch.bfloat16, head_dim)
-    reads = dram_reads(length, head_dim, tile.queries)
-    forward = Traffic(
-        l2_read=forward_loads(intervals, heads, head_dim, tile.queries, tile.keys),
-        dram_read=round(all_rows * (row + 2 * row * reads)),
-        dram_write=all_rows * (row + FP32_BYTES),
-    )
+    forward = forward_traffic(intervals, heads, head_dim, tile.queries, tile.keys)
 
     tile = triton_common.choose_tile("key_gradient", torch.bfloat16, head_dim)
     queries = heads * total_loop_rows(intervals.transposed, tile.keys, tile.queries)
@@ -121,12 +127,7 @@ def predict_hopper(length: int, heads: int, head_dim: int, mask: Mask) -> dict[s
 
     few_rows = intervals.num_nonempty_rows * heads <= hopper_forward.FEW_ROWS
     config = hopper_forward.configure((head_dim,) * 2, (heads,) * 2, torch.bfloat16, False, True, few_rows)
-    reads = dram_reads(length, head_dim, config.queries)
-    forward = Traffic(
-        l2_read=forward_loads(intervals, heads, head_dim, config.queries, config.keys),
-        dram_read=round(all_rows * (row + 2 * row * reads)),
-        dram_write=all_rows * (row + FP32_BYTES),
-    )
+    forward = forward_traffic(intervals, heads, head_dim, config.queries, config.keys)
     # The kernel `prepare` reads out, dout and lse, writes pairs of lse and delta, and sets dq to zero. Reading a single lse
     # transfers a whole sector of 32 bytes.
     prepare = Traffic(
