@@ -37,6 +37,7 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
+from ringattn.train.checkpoint import storage
 from ringattn.train.commands import evaluate_needle
 from ringattn.train.commands.arguments import option, parse, settings_by_length
 from ringattn.train.commands.evaluate_recall import evaluate_model
@@ -101,7 +102,7 @@ def run_command_line(arguments: list[str]) -> None:
         check(longest, dist.get_world_size())
     run = build_for_inference(longest, model.path)
     with sync_errors():
-        run = replace(run, held_out=load_text(longest, model.config.data.seq_len, run.tokenizer))
+        run = replace(run, held_out=load_text(longest, model, run.tokenizer))
     losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}), show_bar=True)
     with sync_errors():
         if dist.get_rank() == 0:
@@ -143,18 +144,16 @@ def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | 
     return data if data.held_out is None and "data.split" in overrides else data.held_out
 
 
-def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequences:
-    """Load the evaluated text, packed into sequences of `data.seq_len` tokens. All ranks call this function.
-
-    The held-out fraction of the text depends on the sequence length of the training, `trained_len`.
-    """
+def load_text(config: Config, model: Model, tokenizer: Tokenizer) -> Sequences:
+    """Load the evaluated text, packed into sequences of `data.seq_len` tokens. All ranks call this function."""
     data = config.data
     if data.source == "recall":
         check_vocabulary(tokenizer.vocab_size)
         return RecallDataset(data.seq_len, EVALUATION_SEED)
     if data.held_out is not None:
         return load(data.held_out, tokenizer, shuffle=False)
-    return load_fraction(data, tokenizer, trained_len)
+    corpus = storage.read_meta(model.path).get("corpus") or {}
+    return load_fraction(data, tokenizer, model.config.data.seq_len, corpus.get("checksum"))
 
 
 def write_results(losses: Losses, model: Model, run: InferenceRun, folder: Path) -> None:

@@ -51,6 +51,11 @@ class NumberedSequences:
         raise NotImplementedError
 
 
+def checksum_of(documents: Documents) -> int:
+    """Return a CRC-32 of the checksums of all documents. No tokens are read."""
+    return zlib.crc32(documents.store.keys[documents.numbers].tobytes())
+
+
 class TokenisedDocuments(NumberedSequences):
     """Base class for datasets that pack tokenised documents into sequences.
 
@@ -88,8 +93,7 @@ class TokenisedDocuments(NumberedSequences):
 
     @functools.cached_property
     def checksum(self) -> int:
-        """Return a CRC-32 of the checksums of all documents. No tokens are read."""
-        return zlib.crc32(self._documents.store.keys[self._documents.numbers].tobytes())
+        return checksum_of(self._documents)
 
     @property
     def fingerprint(self) -> dict[str, int | str]:

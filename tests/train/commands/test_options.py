@@ -319,6 +319,22 @@ def test_held_out_fraction_is_evaluated(lengths, corpus, run_command_line, run_s
         assert f"{last['eval_loss']:.4f}" in Path("outputs/part-evaluation/evaluation.md").read_text()
 
 
+@pytest.mark.parametrize("change", ["data.join=folder", "another file"])
+def test_held_out_fraction_of_another_text_is_an_error(change, corpus, run_command_line, run_script, only_error, tmp_path):
+    """The fraction may contain documents on which the model was trained."""
+    for name in "abcd":
+        (tmp_path / "text" / name).mkdir(parents=True)
+        (tmp_path / "text" / name / "a.txt").write_text(f"{name} abc" * 500)
+    text = f"data.path={tmp_path}/text", "data.eval_fraction=0.1"
+    assert run_command_line(*SMALL, *text, "name=part", "trainer.steps=1") == 0
+    arguments = "run=part", "data.seq_len=64", "trainer.eval_tokens=64", DEVICE
+    assert run_script(evaluate, *arguments) == 0
+    if change == "another file":
+        (tmp_path / "text" / "b.txt").write_text("new")
+    assert run_script(evaluate, *arguments, *([change] if "=" in change else [])) == 1
+    assert "have changed since the training" in only_error()
+
+
 def test_folder_without_a_tokenizer_is_an_error(corpus, run_script, only_error, tmp_path):
     write_folder(tmp_path / "model")
     assert run_script(generate, "run=model", DEVICE) == 1
