@@ -100,12 +100,17 @@ def build_ringattn(config: ModelConfig, device: torch.device, compiled: bool) ->
 def text_of_steps(steps: int, tokens: int, vocabulary: int) -> Tensor:
     """Return the tokens of Python's standard library, one per byte, as int64 (steps, tokens + 1). Consecutive rows share one
     token.
+
+    Raises:
+        ValueError: the text is too short.
     """
     text = b""
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         if len(text) > steps * tokens:
             break
         text += path.read_bytes()
+    if len(text) <= steps * tokens:
+        raise ValueError(f"{steps} steps of {tokens} tokens are longer than the text, {len(text)} tokens: use shorter lengths")
     return (torch.frombuffer(bytearray(text), dtype=torch.uint8).long() % vocabulary).unfold(0, tokens + 1, tokens)[:steps]
 
 
@@ -206,7 +211,10 @@ def main(argv: list[str]) -> None:
     if any(max(lengths) % length for length in lengths):
         parser.error(f"--lengths {' '.join(map(str, lengths))}: every length must divide the longest one")
     config = load_model_config("124m") if on_gpu else SMALL
-    text = text_of_steps(TRAINING_STEPS + 1, max(lengths), padded_vocabulary(config, 0)).to(args.device)
+    try:
+        text = text_of_steps(TRAINING_STEPS + 1, max(lengths), padded_vocabulary(config, 0)).to(args.device)
+    except ValueError as error:
+        parser.error(str(error))
     chosen = {"no": [False], "yes": [True], "both": [False, True]}[args.compile or ("both" if on_gpu else "no")]
     rows = []
     for compiled, variant, length in product(chosen, args.variants, lengths):

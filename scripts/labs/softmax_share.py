@@ -88,9 +88,10 @@ def main(argv: list[str]) -> None:
     args = measure.parse(parser, argv)
     sizes = SIZES[args.device.type]
     length = args.length or sizes.lengths[0]
-    inputs = random_inputs(length, sizes, args.device, 3)
-    times, flops = step_times(inputs), step_flops(length, sizes)
-    tiled_ms = measure.milliseconds(partial(IMPLEMENTATIONS["tiled"], *inputs), args.device)
+    with measure.exit_without_memory(parser):
+        inputs = random_inputs(length, sizes, args.device, 3)
+        times, flops = step_times(inputs), step_flops(length, sizes)
+        tiled_ms = measure.milliseconds(partial(IMPLEMENTATIONS["tiled"], *inputs), args.device)
     print(results_table(times, flops, tiled_ms), end="")
     shape = f"{length:,} tokens, {sizes.heads} heads of dim {sizes.head_dim}"
     title = f"naive attention, {shape}\n{measure.describe_machine(args.device)}"

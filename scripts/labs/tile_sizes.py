@@ -152,7 +152,8 @@ def main(argv: list[str]) -> None:
     args = measure.parse(parser, argv)
     sizes, queries, keys = DEFAULTS[args.device.type]
     sizes = sizes._replace(lengths=[args.length or sizes.lengths[0]])
-    points = sweep(sizes, args.queries or queries, args.keys or keys, args.device)
+    with measure.exit_without_memory(parser):
+        points = sweep(sizes, args.queries or queries, args.keys or keys, args.device)
     print(results_table(points), end="")
     shape = f"{sizes.lengths[0]:,} tokens, {sizes.heads} heads of dim {sizes.head_dim}, causal"
     title = f"{shape}, {measure.describe_machine(args.device)}"

@@ -35,6 +35,12 @@ def test_lengths_that_do_not_divide_the_longest_one_are_an_error(capsys: pytest.
     assert "--lengths 8 12: every length must divide" in capsys.readouterr().err
 
 
+def test_length_beyond_the_text_is_an_error(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        gpt2.main(["--device", "cpu", "--lengths", "100000000"])
+    assert "21 steps of 100000000 tokens are longer than the text" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_steps_of_all_lengths_have_the_same_tokens() -> None:
     batches = []
 

@@ -1,6 +1,8 @@
 import argparse
+import importlib
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -42,6 +44,19 @@ def test_allocation_beyond_the_limit_fails() -> None:
     assert measure.is_out_of_memory(raised.value)
     assert not measure.is_out_of_memory(RuntimeError("shapes do not match"))
     allocate()
+
+
+@pytest.mark.parametrize("name", ["softmax_share", "tile_sizes"])
+def test_memory_that_runs_out_is_an_error(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    lab = importlib.import_module(f"scripts.labs.{name}")
+    fail = Mock(side_effect=torch.OutOfMemoryError("3 GiB are missing\nmore"))
+    monkeypatch.setattr(lab, "random_inputs", fail)
+    with pytest.raises(SystemExit):
+        lab.main(["--device", "cpu"])
+    assert capsys.readouterr().err.endswith("the memory is too small, use shorter lengths: 3 GiB are missing\n")
+    fail.side_effect = RuntimeError("another error")
+    with pytest.raises(RuntimeError, match="another error"):
+        lab.main(["--device", "cpu"])
 
 
 def test_device_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
