@@ -194,7 +194,11 @@ def tiny_model() -> nn.Module:
 def load_model(folder: str) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    except Exception as error:  # Each part of transformers raises errors of its own types.
+        reason = next(iter(str(error).splitlines()), "")
+        raise SystemExit(f"transformers cannot load {folder}: {type(error).__name__}: {reason}") from None
     longest = max(max(lengths) for case, _ in CASES.values() for rows in case for _, lengths, _ in rows)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or longest
     learned = [each for each in model.modules() if isinstance(each, nn.Embedding) and each is not model.get_input_embeddings()]
@@ -224,7 +228,12 @@ def main(argv: list[str]) -> int:
             print(f"error: {error}", file=sys.stderr)
         disconnect_ranks()
         return 1
-    table = check(lambda: model, device)
+    try:
+        table = check(lambda: model, device)
+    except ValueError as error:  # A ring does not support the model.
+        reason = f"rank {dist.get_rank()}: {args.model or 'the model'} cannot be checked: {error}"
+        disconnect_ranks()
+        raise SystemExit(reason) from None
     failures = [row for row in table if any(cell != MISSING and not float(cell) <= LIMIT for cell in row[2:])]
     if dist.get_rank() == 0:
         print(markdown_table(" | ".join(("ring", "data", *QUANTITIES, "limit")), ([*row, f"{LIMIT:.0e}"] for row in table)))

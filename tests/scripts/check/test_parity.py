@@ -57,6 +57,15 @@ def test_folder_without_a_model_is_rejected(tmp_path, capsys: pytest.CaptureFixt
     assert f"argument --model: {tmp_path} has no config.json" in capsys.readouterr().err
 
 
+def test_model_that_cannot_be_checked_is_reported_in_one_line(tmp_path) -> None:
+    new_model("gemma2").save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=r"^rank 0: .* cannot be checked: Gemma2Attention passes softcap, .*support$"):
+        parity.main(["--model", str(tmp_path)])
+    (tmp_path / "config.json").write_text('{"model_type": "unknown"}')
+    with pytest.raises(SystemExit, match=r"^transformers cannot load .*: ValueError: .*`unknown`.*$"):
+        parity.main(["--model", str(tmp_path)])
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "opt", "llama"])
 def test_few_learned_positions_are_an_error(kind, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rotary embeddings have no limit."""
