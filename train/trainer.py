@@ -391,6 +391,7 @@ def save_checkpoint(run: Run, directory: Path, step: int, consumed: int, saver: 
     config["optim"]["warmup_steps"] = optim.resolve_warmup_steps(run.config.trainer.steps, run.config.optim)
     meta = {"consumed": consumed, "tokens_per_step": run.tokens_per_step, "corpus": run.data.fingerprint}
     meta |= {"origin": run.parent, "config": config, "tokenizer": run.tokenizer.fingerprint}
+    meta |= {"held_out": None if run.held_out is None else run.held_out.fingerprint}
     if isinstance(run.data, StreamDataset):
         positions: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(positions, dict(run.loader.positions(consumed)))

@@ -56,6 +56,9 @@ from ringattn.train.setup import InferenceRun, build_for_inference
 # The settings that this command accepts in addition to those of `ringattn.train.commands.options`.
 SETTINGS = ("data", "trainer.eval_tokens", "trainer.batch_size")
 
+# The settings that replace the held-out text of the run by another text.
+OTHER_TEXT = {"data.source", "data.path", "data.split"}
+
 # The settings that change training sequences, but not the held-out text.
 UNUSED = {f"data.{name}" for name in ("streaming", "shuffle_buffer", "exhausted", "packing", "group_size", "seed")}
 
@@ -102,7 +105,10 @@ def run_command_line(arguments: list[str]) -> None:
         check(longest, dist.get_world_size())
     run = build_for_inference(longest, model.path)
     with sync_errors():
-        run = replace(run, held_out=load_text(longest, model, run.tokenizer))
+        text = load_text(longest, model.config.data.seq_len, run.tokenizer)
+        if not overrides.keys() & OTHER_TEXT:
+            check_held_out(text, model)
+    run = replace(run, held_out=text)
     losses = evaluate_lengths(run, sorted({config.data.seq_len for config in configs}), show_bar=True)
     with sync_errors():
         if dist.get_rank() == 0:
@@ -144,16 +150,28 @@ def evaluated_text(data: DataConfig, overrides: dict[str, str]) -> DataConfig | 
     return data if data.held_out is None and "data.split" in overrides else data.held_out
 
 
-def load_text(config: Config, model: Model, tokenizer: Tokenizer) -> Sequences:
-    """Load the evaluated text, packed into sequences of `data.seq_len` tokens. All ranks call this function."""
+def load_text(config: Config, trained_len: int, tokenizer: Tokenizer) -> Sequences:
+    """Load the evaluated text, packed into sequences of `data.seq_len` tokens. All ranks call this function.
+
+    The held-out fraction of the text depends on the sequence length of the training, `trained_len`.
+    """
     data = config.data
     if data.source == "recall":
         check_vocabulary(tokenizer.vocab_size)
         return RecallDataset(data.seq_len, EVALUATION_SEED)
     if data.held_out is not None:
         return load(data.held_out, tokenizer, shuffle=False)
-    corpus = storage.read_meta(model.path).get("corpus") or {}
-    return load_fraction(data, tokenizer, model.config.data.seq_len, corpus.get("checksum"))
+    return load_fraction(data, tokenizer, trained_len)
+
+
+def check_held_out(text: Sequences, model: Model) -> None:
+    """Raise ConfigError if the held-out text of a run has changed, because it may then contain training text."""
+    saved, current = storage.read_meta(model.path).get("held_out") or {}, text.fingerprint
+    if any(name in saved and saved[name] != current.get(name) for name in ("documents", "checksum")):
+        raise ConfigError(
+            f"the held-out text of {model.path} or its settings have changed since the training, so it may contain training "
+            "text: restore them, or name a text to evaluate, such as data=text data.path=..."
+        )
 
 
 def write_results(losses: Losses, model: Model, run: InferenceRun, folder: Path) -> None:

@@ -51,11 +51,6 @@ class NumberedSequences:
         raise NotImplementedError
 
 
-def checksum_of(documents: Documents) -> int:
-    """Return a CRC-32 of the checksums of all documents. No tokens are read."""
-    return zlib.crc32(documents.store.keys[documents.numbers].tobytes())
-
-
 class TokenisedDocuments(NumberedSequences):
     """Base class for datasets that pack tokenised documents into sequences.
 
@@ -93,7 +88,8 @@ class TokenisedDocuments(NumberedSequences):
 
     @functools.cached_property
     def checksum(self) -> int:
-        return checksum_of(self._documents)
+        """Return a CRC-32 of the checksums of all documents. No tokens are read."""
+        return zlib.crc32(self._documents.store.keys[self._documents.numbers].tobytes())
 
     @property
     def fingerprint(self) -> dict[str, int | str]:

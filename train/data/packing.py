@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ringattn.train.data import recall, sources
 from ringattn.train.data.best_fit import BestFitDataset
-from ringattn.train.data.documents import TokenisedDocuments, checksum_of, group_by_cost, random_order
+from ringattn.train.data.documents import TokenisedDocuments, group_by_cost, random_order
 from ringattn.train.data.duplicates import warn_of_duplicates
 from ringattn.train.data.mixture import MixtureDataset, in_proportion
 from ringattn.train.data.prepared import open_prepared
@@ -196,28 +196,13 @@ def load_members(config: DataConfig, load_member: Callable[[DataConfig], Loaded]
     return loaded
 
 
-def load_fraction(
-    config: DataConfig, tokenizer: Tokenizer, trained_len: int, trained_on: int | list[int] | None = None
-) -> PackedDataset | RecordDataset:
-    """Load the held-out fraction of a corpus. The split depends on `trained_len`, the sequence length of the training.
-
-    Raises:
-        ConfigError: `trained_on` is not None, and the rest of the corpus has another `checksum` in its fingerprint. Then the
-            fraction may contain text on which the model was trained.
-    """
-    checksums = list[int]()
+def load_fraction(config: DataConfig, tokenizer: Tokenizer, trained_len: int) -> PackedDataset | RecordDataset:
+    """Load the held-out fraction of a corpus. The split depends on `trained_len`, the sequence length of the training."""
 
     def load_part(config: DataConfig) -> Documents:
-        training, held_out = _split(load_documents(config, tokenizer), config, trained_len)
-        checksums.append(checksum_of(training))
-        return held_out
+        return _split(load_documents(config, tokenizer), config, trained_len)[1]
 
     documents = in_proportion([*load_members(config, load_part).values()], config.weights) if config.mix else load_part(config)
-    if trained_on not in (None, checksums if config.mix else checksums[0]):
-        raise ConfigError(
-            f"{config.description} or its settings have changed since the training, so the held-out part may contain training "
-            "text: restore them, or name a text to evaluate, such as data=text data.path=..."
-        )
     if config.format != "text":
         return _pack_records(documents, config, seed=0)
     return PackedDataset(documents, config.seq_len, seed=0, shuffle=False)

@@ -319,18 +319,26 @@ def test_held_out_fraction_is_evaluated(lengths, corpus, run_command_line, run_s
         assert f"{last['eval_loss']:.4f}" in Path("outputs/part-evaluation/evaluation.md").read_text()
 
 
-@pytest.mark.parametrize("change", ["data.join=folder", "another file"])
-def test_held_out_fraction_of_another_text_is_an_error(change, corpus, run_command_line, run_script, only_error, tmp_path):
-    """The fraction may contain documents on which the model was trained."""
+@pytest.mark.parametrize(
+    ("held_out", "change"),
+    [
+        (["data.eval_fraction=0.1"], "data.join=folder"),
+        (["data.eval_fraction=0.1"], "another file"),
+        (['data.split="train[:75%]"', 'data.eval_split="train[75%:]"'], "another file"),
+    ],
+)
+def test_changed_held_out_text_is_an_error(held_out, change, corpus, run_command_line, run_script, only_error, tmp_path):
+    """The text may contain documents on which the model was trained."""
     for name in "abcd":
         (tmp_path / "text" / name).mkdir(parents=True)
         (tmp_path / "text" / name / "a.txt").write_text(f"{name} abc" * 500)
-    text = f"data.path={tmp_path}/text", "data.eval_fraction=0.1"
-    assert run_command_line(*SMALL, *text, "name=part", "trainer.steps=1") == 0
+    text = f"data.path={tmp_path}/text", *held_out
+    small = [setting for setting in SMALL if not setting.startswith("data.eval_fraction")]
+    assert run_command_line(*small, *text, "name=part", "trainer.steps=1") == 0
     arguments = "run=part", "data.seq_len=64", "trainer.eval_tokens=64", DEVICE
     assert run_script(evaluate, *arguments) == 0
     if change == "another file":
-        (tmp_path / "text" / "b.txt").write_text("new")
+        (tmp_path / "text" / "z.txt").write_text("new" * 10_000)
     assert run_script(evaluate, *arguments, *([change] if "=" in change else [])) == 1
     assert "have changed since the training" in only_error()
 
