@@ -65,7 +65,7 @@ def save_attention(
 
 
 def is_recomputing() -> bool:
-    """Return whether `save_attention` is recomputing the function that makes this call."""
+    """Return True in a function that `save_attention` is recomputing in the backward pass."""
     return isinstance(_innermost.get(), _Reuse)
 
 

@@ -76,7 +76,7 @@ def run_schedule(
         label: the name of the pass in the messages of the watchdog.
 
     Raises:
-        RingFault: another rank stopped responding. The message names that rank, the step and the missing messages.
+        RingFault: another rank stopped responding. The error names that rank, the step and the data that did not arrive.
     """
     rank, steps = transport.rank, schedule.by_rank[transport.rank]
     ring_pass = transport.begin(schedule, {"block": circulating, "result": own_result})

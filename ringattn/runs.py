@@ -190,7 +190,7 @@ def _strided_pieces(layout: Layout) -> np.ndarray:
 
 
 def positions_of_rows(layout: Layout, rank: int, rows: np.ndarray) -> np.ndarray:
-    """Convert rows of `rank` to int64 positions in the sequence, of the same shape."""
+    """Convert the row indices `rows` of a rank to positions in the sequence, int64 with the shape of `rows`."""
     begin, count = layout.pieces(rank)
     first = count.cumsum() - count
     piece = first.searchsorted(rows, side="right") - 1

@@ -1,6 +1,6 @@
 """Add one learned sink per query head to attention. A sink is a softmax logit without a value.
 
-Sinks (OpenAI 2025, gpt-oss) only rescale the output and change the log-sum-exp of the scores:
+Sinks (OpenAI 2025, gpt-oss) only rescale the output, and increase the log-sum-exp of the scores:
 
     out' = out * exp(lse - lse')    lse' = log(exp(lse) + exp(sink))
 """

@@ -1,8 +1,8 @@
 """The forward kernel for head dims up to 64 and short intervals, such as windows of 128 keys.
 
 A work tile is 64 queries of all query heads that share a key head. All keys of a work tile fit into shared memory, so K and V
-are loaded once for all heads. If possible, the 64 rows of a product are 8 queries of 8 heads, because fewer queries attend to
-fewer keys. Each product has these steps:
+are loaded once for all heads. If possible, the 64 rows of a product are 8 queries of 8 heads. Compared with 64 queries of one
+head, 8 queries attend to fewer keys. Each product has these steps:
 
       wait for Q | S = Q K^T, two tiles | load the next Q | softmax of S | O = sum of P V, two tiles | store O
 

@@ -94,7 +94,7 @@ class Transport:
         return ()
 
     def release(self, events: tuple[Any, ...], meet: Callable[[], None]) -> None:
-        """After all ranks have left a call, let this rank's streams finish their work.
+        """After all ranks have left a failed call, let the work of this rank's streams finish.
 
         Args:
             events: the result of `mark`.

@@ -82,7 +82,7 @@ def prepare_loader(loader: DataLoader[Any], ring_size: int, accelerator: Acceler
     return prepared
 
 
-# A row of the last batch, which has `rest` rows before repetitions begin
+# A row of the last batch. The first `rest` rows of this batch are new, and the others are repeated.
 Filled = namedtuple("Filled", "row rest")
 
 
@@ -102,7 +102,7 @@ class RowsOfRing(IterableDatasetShard):
 def collate_rows(collate: Callable[[list[Any]], Any], start: int, rows: list[Any]) -> Any:
     """Collate the rows of one ring. The index of its first row in the batch of all rings is `start`.
 
-    In an incomplete batch, the entry "rest" counts the rows before repetitions begin.
+    If repeated rows fill the batch, its entry "rest" counts the rows that are not repeated.
     """
     if not isinstance(rows[0], Filled):
         return collate(rows)

@@ -8,11 +8,12 @@
 All caches are bf16. A CUDA device is required. Before an implementation is timed, its result is compared with a float64
 reference.
 
-Every case is measured in two ways. The graph time is the GPU time per call in a replayed CUDA graph of up to 32 layers. Every
-layer reads its own KV cache, so the L2 cache does not contain the keys. The eager time is the wall time of the same calls from
-Python. All implementations of a case are timed in turn in several rounds. There are no pauses between calls, so that the GPU
-does not cool down. The table contains medians over all rounds except the first. The rate in GB/s counts all keys and values
-once. The last column divides the graph time by the kernel time. The kernel time is the time in which at least one kernel runs.
+Every case is measured in two ways. The graph time is the GPU time per call in a replayed CUDA graph of up to 32 calls, one per
+layer. Every layer reads its own KV cache, so the L2 cache does not contain the keys. The eager time is the wall time of the
+same calls from Python. All implementations of a case are timed in turn in several rounds. There are no pauses between calls, so
+that the GPU does not cool down. The table contains medians over all rounds except the first. The rate in GB/s counts all keys
+and values once. The last column divides the graph time by the kernel time. The kernel time is the time in which at least one
+kernel runs.
 
 The implementations `flash` and `cudnn` are backends of SDPA. The implementation `fa3` is flash-attn's kernel for KV caches, and
 `fa4` is flash-attn-4. The implementation `flashinfer` is FlashInfer's kernel for paged caches. FlashInfer plans its work once

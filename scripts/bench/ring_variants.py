@@ -1,7 +1,7 @@
 """Define the problems and the timed calls of `scripts.bench.ring`.
 
 - Variants such as `nvlink-auto` and `p2p-kv` call `ring_attention` with the named transport and schedule.
-- Variants such as `ulysses-4` call `ulysses_attention`, here with Ulysses groups of 4 ranks and a ring across the groups.
+- Variants such as `ulysses-4` call `ulysses_attention`. `ulysses-4` has groups of 4 ranks, and a ring across the groups.
 - The variants `local` and `ulysses-4-local` run the kernels of a ring and of `ulysses-4` without communication.
 - The variant `context_parallel` is PyTorch's context_parallel with cuDNN.
 - Variants such as `local-graph` are replayed from a CUDA graph.

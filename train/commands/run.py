@@ -148,7 +148,7 @@ def run_as_rank_zero(launch: Launch) -> int:
 
 
 def check_jobs(jobs: Jobs, resolve: Resolve, directory: Path, params: Mapping[str, Any] | None) -> None:
-    """Check all jobs of a sweep, and record the errors of jobs that cannot run. `directory` is the directory of any job."""
+    """Check all jobs of a sweep, and record the errors of jobs that cannot run. `directory` is that of any of them."""
     jobs.rejected, valid = dict[tuple[str, ...], Exception](), set[int]()
     logging.disable(logging.INFO)  # Every job logs its choices again at its start.
     try:

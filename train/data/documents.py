@@ -14,8 +14,8 @@ from ringattn.train.model.loss import IGNORE
 
 # `sampled` covers at most NUM_SAMPLED documents. Checkpoints of earlier versions contain no other checksum of the text.
 NUM_SAMPLED = 64
-# The orders of packing and of evaluation are the same in every epoch. The seeds of both orders contain a constant instead of
-# the epoch's number.
+# The seed of an order contains the number of the epoch. The orders of packing and of evaluation are the same in every epoch, so
+# their seeds contain one of these constants instead.
 PACKING, EVALUATION = 2**62, 2**62 + 1
 
 

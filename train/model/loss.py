@@ -118,7 +118,7 @@ def _losses(logits: Tensor, labels: Tensor, vocab_size: int, with_gradients: boo
     losses = torch.where(is_valid, -picked, 0.0)[:, 0]
     if not with_gradients:
         return losses, None
-    # In place, to save memory without torch.compile. Compiled code would write changes of `logits` back.
+    # Without torch.compile, subtracting in place saves memory. `logits` must not change, because compiled code would copy it.
     gradients = torch.sub(padded, lse, out=None if padded is logits else padded).exp_().mul_(is_valid).to(logits.dtype)
     # Without torch.compile, subtracting a whole one-hot matrix would almost double the time.
     return losses, gradients.scatter_(1, label, ((picked.exp() - 1) * is_valid).to(logits.dtype))
