@@ -154,11 +154,9 @@ def join(paths: list[Path]) -> tuple[dict[str, Any], Rows]:
         if repeated := [name for name in part if name in rows]:
             raise ValueError(f"{path}: {', '.join(repeated)} is also in an earlier run; pass only one run of each case")
         rows |= part
-    header = {
+    header = headers[0] | {
         "date": ", ".join(sorted({header["date"] for header in headers})),
-        "machine": headers[0]["machine"],
         "command": "\n".join(header["command"] for header in headers),
-        "ranks": headers[0]["ranks"],
         "receive_buffer_bytes": max(header.get("receive_buffer_bytes", 0) for header in headers),
     }
     return header, rows
