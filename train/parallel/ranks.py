@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -37,6 +37,23 @@ class Launch(NamedTuple):
     time: str  # the local time of the first attempt on rank 0; "" on all other ranks
 
 
+@contextmanager
+def _interrupt_at_once() -> Generator[None]:
+    """Let Ctrl-C end the process directly. Python would handle it only after a call that waits for other ranks.
+
+    Only the main thread can set a handler.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous or signal.SIG_DFL)
+
+
+@_interrupt_at_once()
 def connect_ranks(share_gpus: bool = False) -> Launch:
     """Initialise the default process group. Without torchrun, this process is the only rank.
 
@@ -46,26 +63,20 @@ def connect_ranks(share_gpus: bool = False) -> Launch:
         share_gpus: let several ranks use the same GPU if any host has fewer GPUs than ranks. Ranks that share a GPU use gloo,
             because NCCL does not allow two ranks on one GPU. All ranks must pass the same value.
     """
-    with ExitStack() as stack:
-        # The calls below wait for other ranks, and Python would handle Ctrl-C only afterwards. Let Ctrl-C end the process
-        # directly. Only the main thread can set a handler.
-        if threading.current_thread() is threading.main_thread():
-            previous = signal.signal(signal.SIGINT, signal.SIG_DFL)
-            stack.callback(signal.signal, signal.SIGINT, previous or signal.SIG_DFL)
-        if "RANK" in os.environ:
-            timeout = TORCHRUN_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else START_TIMEOUT
-            job_store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-            job_store.set_timeout(START_TIMEOUT)
-        else:
-            job_store, rank, world_size = dist.HashStore(), 0, 1
-        job_store = dist.PrefixStore("ringattn", job_store)
-        store, attempt = begin_attempt(job_store, rank, world_size)
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-        if share_gpus and _any_gpu_is_shared(store, rank, world_size):
-            os.environ[SHARE_GPUS] = "1"
-            backend = "cpu:gloo,cuda:gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=START_TIMEOUT)
-        return Launch(store, attempt, launch_time(job_store) if rank == 0 else "")
+    if "RANK" in os.environ:
+        timeout = TORCHRUN_TIMEOUT if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else START_TIMEOUT
+        job_store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        job_store.set_timeout(START_TIMEOUT)
+    else:
+        job_store, rank, world_size = dist.HashStore(), 0, 1
+    job_store = dist.PrefixStore("ringattn", job_store)
+    store, attempt = begin_attempt(job_store, rank, world_size)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if share_gpus and _any_gpu_is_shared(store, rank, world_size):
+        os.environ[SHARE_GPUS] = "1"
+        backend = "cpu:gloo,cuda:gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=START_TIMEOUT)
+    return Launch(store, attempt, launch_time(job_store) if rank == 0 else "")
 
 
 def _any_gpu_is_shared(store: dist.Store, rank: int, world_size: int) -> bool:
