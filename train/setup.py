@@ -297,8 +297,18 @@ def build_for_inference(config: Config, weights: Path, num_tokens: int = 0) -> I
     shard_model(model, mesh, device, config.trainer.seed, bf16)
     initial_weights.load(weights, model)
     log.info(f"{'weights':<12}from {weights}" + (f", which were trained with {changes}" if changes else ""))
-    parts: dict[str, Any] = dict(config=config, device=device, mesh=mesh, tokenizer=tokenizer, kernel=kernel, bf16=bf16)
-    return InferenceRun(**parts, held_out=None, compiled=compiled, plan=plan, model=model)
+    return InferenceRun(
+        config=config,
+        device=device,
+        mesh=mesh,
+        tokenizer=tokenizer,
+        held_out=None,
+        kernel=kernel,
+        bf16=bf16,
+        compiled=compiled,
+        plan=plan,
+        model=model,
+    )
 
 
 def _create_model(config: Config, vocab_size: int, compiled: bool, chunk: int, in_float8: bool = False) -> GPT:

@@ -202,7 +202,11 @@ def load_fraction(config: DataConfig, tokenizer: Tokenizer, trained_len: int) ->
     def load_part(config: DataConfig) -> Documents:
         return _split(load_documents(config, tokenizer), config, trained_len)[1]
 
-    documents = in_proportion([*load_members(config, load_part).values()], config.weights) if config.mix else load_part(config)
+    if config.mix:
+        parts = load_members(config, load_part)
+        documents = in_proportion(list(parts.values()), config.weights)
+    else:
+        documents = load_part(config)
     if config.format != "text":
         return _pack_records(documents, config, seed=0)
     return PackedDataset(documents, config.seq_len, seed=0, shuffle=False)
