@@ -7,8 +7,8 @@ another. Asynchronous operations take effect at the most unfavourable time that 
 - TMA overwrites a tile of shared memory as soon as the load is issued. A tile that is released too early is therefore wrong.
 - A product reads its operands in shared memory only when a partition waits for the product. An operand that is released before
   this wait is therefore wrong, too.
-- TMA's reduce-add reads shared memory only when the thread waits for the read. It adds to global memory only when the thread
-  waits for the completion of its bulk operations.
+- TMA's reduce-add reads shared memory only when the thread waits for the read. TMA adds the values to global memory only when
+  the thread waits for the completion of its bulk operations.
 - Partitions pause at random times. Shared memory is filled with NaN at the start.
 
 A barrier that gets too many arrivals raises an error, and so does a wait of more than TIMEOUT seconds. The emulator ignores

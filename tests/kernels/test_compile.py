@@ -95,7 +95,7 @@ HOPPER_STACK = {
     "backward": {64: 8, 96: 8, 128: 16},
     "wide-backward": {256: 32},
 }
-# The limits of cases that need more with Triton 3.6 or 3.9: spills of an innermost loop, and bytes on the stack.
+# Some cases have higher limits with Triton 3.6 or 3.9. A limit is (spills of an innermost loop, bytes on the stack).
 if TRITON_VERSION == (3, 6):
     # Three loads after the loop over the steps, once per work tile. With Triton 3.7 and the same ptxas, there is one.
     HOPPER_EXCEPTIONS = {"backward:bf16:96:1:skip": (3, 16)}

@@ -312,7 +312,7 @@ def test_programmatic_dependent_launch_requires_hopper(cuda, capability, support
 
 
 def test_every_backend_decodes(device):
-    """`dispatch.prepare_decode` gives the same result with all backends. "hopper" stands for the Triton kernel."""
+    """`dispatch.prepare_decode` gives the same result with all backends. "hopper" selects the Triton kernel."""
     call = random_call(causal_bounds((21, 21), 1, 9), 21, device=device)
     expected = reference.finalize(call.state, torch.float64)[0]
     for backend in ("auto", "hopper", "triton", "blockwise", "reference"):

@@ -64,7 +64,7 @@ def test_every_case_that_fits_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_library_that_is_not_installed_has_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All other figures keep their places in the cell."""
+    """The figures of the other implementations stay in the order of the column."""
     implementations = bench_decode.implementations
 
     def two(case: Case, q: torch.Tensor) -> dict[str, Implementation]:

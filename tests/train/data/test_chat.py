@@ -72,7 +72,7 @@ def test_tokens_of_a_span(tmp_path):
 @pytest.mark.parametrize("trims", [False, True])
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_only_answers_and_their_stop_tokens_have_a_loss(template, trims, tmp_path):
-    """The tokens equal those of transformers, whose mask for marked templates is the reference."""
+    """transformers computes the expected tokens and, for marked templates, the expected mask."""
     config = config_of(tmp_path, TEMPLATES[template])
     if trims:
         trim_offsets(config.tokenizer)

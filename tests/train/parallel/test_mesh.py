@@ -42,7 +42,7 @@ def groups_of(rank: int, ranks: int, sequence: int, ulysses: int) -> dict[str, l
     ],
 )
 def test_ranks_that_exchange_heads_are_consecutive(rank, dp, sequence, ring, ulysses):
-    """Eight of 16 ranks share a sequence, and form rings of four ranks, and pairs that exchange heads."""
+    """Eight of 16 ranks share a sequence. They form rings of four ranks, and all-to-alls of two ranks."""
     expected = {"dp": dp, "sequence": sequence, "ring": ring, "ulysses": ulysses, "all": list(range(16))}
     assert groups_of(rank, ranks=16, sequence=8, ulysses=2) == expected
 
