@@ -22,7 +22,7 @@ left_out: Counter[str] = Counter()
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
     """Count the slow tests that `-m "not slow"` leaves out, by folder."""
-    folders = (PurePath(item.nodeid.partition("::")[0]).parent for item in items if "slow" in item.keywords)
+    folders = (PurePath(item.nodeid.partition("::")[0]).parent for item in items if item.get_closest_marker("slow"))
     left_out.update("/".join(folder.parts[:2]) for folder in folders)
 
 
