@@ -51,9 +51,8 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     is_dense = model.experts is None and not model.sinks
     # CUDA graphs with several attention masks were tested only on one GPU.
     has_one_mask = shape.sequence == 1 or len({*model.windows}) == 1
-    # Graphs with FP8 linear layers were not tested.
-    is_simple = is_dense and has_one_mask and not config.trainer.float8
-    return device.type == "cuda" and is_simple and compiled and has_kernel and one_group and has_equal_parts
+    is_supported = is_dense and has_one_mask and compiled and has_kernel and one_group and has_equal_parts
+    return device.type == "cuda" and is_supported
 
 
 def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled: bool, bf16: bool) -> bool:
@@ -68,10 +67,10 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
     if wanted and not possible:
         raise ConfigError(
             "trainer.cuda_graphs=true requires a CUDA device, a model without experts and sinks, trainer.compile=true, "
-            "trainer.float8=false, parallel.kernel=auto, hopper or triton, equal windows in all layers if ranks share a "
-            "sequence, blocks that are neither recomputed nor in host memory and have at most "
-            f"{estimate.GROUP_BYTES >> 20} MiB of parameters, and a data.seq_len that gives every rank an equal share, such as "
-            f"{EQUAL_SHARE * shape.sequence:,}: leave trainer.cuda_graphs out, or change these settings"
+            "parallel.kernel=auto, hopper or triton, equal windows in all layers if ranks share a sequence, blocks that are "
+            f"neither recomputed nor in host memory and have at most {estimate.GROUP_BYTES >> 20} MiB of parameters, and a "
+            f"data.seq_len that gives every rank an equal share, such as {EQUAL_SHARE * shape.sequence:,}: leave "
+            "trainer.cuda_graphs out, or change these settings"
         )
     if not possible or wanted is not None:
         return possible and bool(wanted)

@@ -16,6 +16,7 @@ from ringattn.planning.rank_plan import Plan, use_plans
 from ringattn.train import setup, step
 from ringattn.train.commands.run import CONFIGS
 from ringattn.train.inference.losses import evaluate
+from ringattn.train.model import float8
 from ringattn.train.model import loss as loss_module
 from ringattn.train.parallel import graphs
 from ringattn.train.parallel.memory import estimate
@@ -112,10 +113,13 @@ def test_graphs_that_do_not_fit_are_used_only_if_they_are_requested():
 def test_the_memory_of_graphs_is_estimated(model, seq_len, shape, peak):
     """The measured peaks of runs with graphs on H200s, in GiB. The estimate is within 10% of the peak."""
     config = Config(data=DataConfig(seq_len=seq_len), trainer=TrainerConfig(batch_size=1))
+    assert gib_with_graphs(config, model, shape) == pytest.approx(peak, rel=0.1)
+
+
+def gib_with_graphs(config: Config, model: str, shape: tuple[int, int, int]) -> float:
     config = with_settings(config, {"model": ModelConfig(**OmegaConf.load(CONFIGS / "model" / f"{model}.yaml"))})
     needed = sum(estimate.needs(config, MeshShape(*shape), 257, True, True, MemoryPlan()).device.values())
-    needed += graphs.graph_bytes(config, MeshShape(*shape), 257, bf16=True)
-    assert needed / 2**30 == pytest.approx(peak, rel=0.1)
+    return (needed + graphs.graph_bytes(config, MeshShape(*shape), 257, bf16=True)) / GIB
 
 
 @pytest.mark.parametrize("impossible", [{"device": torch.device("cpu")}, {"compiled": False}])
@@ -132,9 +136,11 @@ def no_capture(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_capture")
-def test_graphs_compute_the_loss_and_the_gradients_of_the_model(corpus):
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_graphs_compute_the_loss_and_the_gradients_of_the_model(in_fp8, corpus, monkeypatch):
     """The mask has no documents, so it never changes."""
-    config = job(corpus, 1)
+    monkeypatch.setattr(float8, "check", lambda *arguments: None)
+    config = with_settings(job(corpus, 1), {"trainer.float8": in_fp8})
     config = with_settings(config, {"data.mask_documents": False, "trainer.accumulate": 1, "model.layer_types": LAYERS})
     with one_rank():
         run = setup.build(config)
@@ -217,12 +223,13 @@ def check_slots(corpus: str) -> None:
 
 
 @pytest.mark.gpu
-def test_training_with_graphs_gives_the_same_losses(corpus):
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_training_with_graphs_gives_the_same_losses(in_fp8, corpus):
     """With and without graphs, with two micro-steps each, the losses have the same bits."""
     losses = {}
     for wanted in (False, True):
         config = graph_job(corpus, wanted)
-        config = with_settings(config, {"trainer.deterministic": True})
+        config = with_settings(config, {"trainer.deterministic": True, "trainer.float8": in_fp8})
         with one_rank():
             losses[wanted] = losses_of(config)
         torch.use_deterministic_algorithms(False)
