@@ -44,7 +44,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     # PyTorch's attention reads the mask on the host.
     has_kernel = config.parallel.kernel in ("auto", "hopper", "triton") and model.resolved_head_dim <= MAX_HEAD_DIM
     # The hooks of several FSDP groups cannot be captured.
-    one_group = estimate.has_one_group(model, bf16)
+    one_group = estimate.blocks_per_group(model, bf16, alone=shape.ranks == 1) == model.layers
     # Message sizes must not depend on the documents, so all shards must have the same length.
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
     # Graphs support neither the load-balancing loss of experts nor sinks.
@@ -68,9 +68,9 @@ def uses_graphs(config: Config, shape: MeshShape, device: torch.device, compiled
         raise ConfigError(
             "trainer.cuda_graphs=true requires a CUDA device, a model without experts and sinks, trainer.compile=true, "
             "parallel.kernel=auto, hopper or triton, equal windows in all layers if ranks share a sequence, blocks that are "
-            f"neither recomputed nor in host memory and have at most {estimate.GROUP_BYTES >> 20} MiB of parameters, and a "
-            f"data.seq_len that gives every rank an equal share, such as {EQUAL_SHARE * shape.sequence:,}: leave "
-            "trainer.cuda_graphs out, or change these settings"
+            f"neither recomputed nor in host memory and have at most {estimate.GROUP_BYTES >> 20} MiB of parameters, or "
+            f"{estimate.SMALL_MODEL >> 20} MiB on one rank, and a data.seq_len that gives every rank an equal share, such as "
+            f"{EQUAL_SHARE * shape.sequence:,}: leave trainer.cuda_graphs out, or change these settings"
         )
     if not possible or wanted is not None:
         return possible and bool(wanted)

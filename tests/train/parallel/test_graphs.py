@@ -56,6 +56,15 @@ def test_large_models_do_not_use_graphs():
     assert not graphs.uses_graphs(config, MeshShape(1, 8, 1), CUDA, compiled=True, bf16=True)
 
 
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_one_rank_uses_graphs_for_larger_models(in_fp8):
+    """A model of 500 MiB has two FSDP groups on two ranks, but a single group on one rank."""
+    trainer = TrainerConfig(batch_size=1, float8=in_fp8)
+    config = Config(model=replace(DEFAULT, layers=20), data=DataConfig(seq_len=8192), trainer=trainer)
+    found = [graphs.uses_graphs(config, MeshShape(1, ranks, 1), CUDA, True, bf16=True) for ranks in (1, 2)]
+    assert found == [True, False]
+
+
 def test_shards_of_different_lengths_cannot_be_captured():
     """The zigzag layout of two ranks has four pieces. Assigned shards are equal only if all chunks are."""
     assert uses(32_768, 2, wanted=True)
@@ -114,6 +123,14 @@ def test_the_memory_of_graphs_is_estimated(model, seq_len, shape, peak):
     """The measured peaks of runs with graphs on H200s, in GiB. The estimate is within 10% of the peak."""
     config = Config(data=DataConfig(seq_len=seq_len), trainer=TrainerConfig(batch_size=1))
     assert gib_with_graphs(config, model, shape) == pytest.approx(peak, rel=0.1)
+
+
+@pytest.mark.parametrize(("in_fp8", "peak"), [(False, 22.98), (True, 22.11)])
+def test_the_memory_of_graphs_with_several_micro_steps_is_estimated(in_fp8, peak):
+    """The measured peaks of runs on one H200, in GiB."""
+    trainer = TrainerConfig(batch_size=4, accumulate=4, float8=in_fp8)
+    config = Config(data=DataConfig(seq_len=4096), trainer=trainer)
+    assert gib_with_graphs(config, "350m", (1, 1, 1)) == pytest.approx(peak, rel=0.1)
 
 
 def gib_with_graphs(config: Config, model: str, shape: tuple[int, int, int]) -> float:

@@ -24,12 +24,11 @@ def reshard_after_forward(model: ModelConfig, bf16: bool) -> bool:
     return model.layers * _block_bytes(model, bf16) > SMALL_MODEL
 
 
-def blocks_per_group(model: ModelConfig, bf16: bool) -> int:
+def blocks_per_group(model: ModelConfig, bf16: bool, alone: bool = False) -> int:
+    """Return the number of blocks per FSDP group. `alone` is True if only one rank exists, and no block is in host memory."""
+    if alone and not reshard_after_forward(model, bf16):
+        return model.layers  # One rank transfers nothing, and a single group allows CUDA graphs.
     return min(max(GROUP_BYTES // _block_bytes(model, bf16), 1), model.layers)
-
-
-def has_one_group(model: ModelConfig, bf16: bool) -> bool:
-    return model.layers * _block_bytes(model, bf16) <= GROUP_BYTES
 
 
 def _block_bytes(model: ModelConfig, bf16: bool) -> int:
@@ -111,7 +110,8 @@ def needs(
     logits_dim = padded_vocabulary(model, vocab_size)
     head = logits_dim * model.dim
     block = block_parameters(model)
-    vocab, blocks, group = other_parameters(model, vocab_size), layers * block, blocks_per_group(model, bf16) * block
+    vocab, blocks = other_parameters(model, vocab_size), layers * block
+    group = blocks_per_group(model, bf16, ranks == 1 and not plan.host_blocks) * block
     resharded = reshard_after_forward(model, bf16)
     # The parameters outside the blocks stay gathered during the whole step.
     gathered = size * (vocab if resharded else vocab + blocks)
@@ -194,7 +194,7 @@ def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, p
 
 def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, plan: MemoryPlan) -> float:
     # A single FSDP group contains all parameters.
-    others = other_parameters(model, vocab_size) if plan.host_blocks and has_one_group(model, bf16) else 0
+    others = other_parameters(model, vocab_size) if plan.host_blocks and blocks_per_group(model, bf16) == model.layers else 0
     return plan.host_blocks * block_parameters(model) + others
 
 

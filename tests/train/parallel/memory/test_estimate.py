@@ -110,6 +110,8 @@ def test_small_blocks_are_gathered_together():
     assert estimate.blocks_per_group(LLAMA, bf16=True) == 1
     tiny = ModelConfig(layers=3, dim=64, heads=4, kv_heads=4)
     assert estimate.blocks_per_group(tiny, bf16=True) == 3
+    # One rank transfers nothing.
+    assert [estimate.blocks_per_group(model, bf16=False, alone=True) for model in (small, LLAMA)] == [12, 1]
 
 
 def test_ulysses_saves_one_more_attention_output():
