@@ -159,8 +159,8 @@ class Reader:
         while True:
             order = random_order(np.random.Philox(key=[self._stream.seed, (self._number << 48) + epoch]), len(self._pieces))
             for index in range(piece, len(order)):
-                entries = islice(self._stream.read(self._pieces[order[index]]), entry, None)
-                for number, content in enumerate(entries, entry + 1):
+                entries = islice(self._stream.corpus.read(self._pieces[order[index]]), entry, None)
+                for number, (_, content) in enumerate(entries, entry + 1):
                     yield (epoch, index, number), self._check(content)
                 entry = 0
             epoch, piece = epoch + 1, 0
@@ -239,9 +239,6 @@ class StreamDataset(NumberedSequences):
 
     def tokenise(self, texts: list[str]) -> list[np.ndarray]:
         return [add_ends(tokens, self.tokenizer) for tokens in self.tokenizer.encode_batch(texts)]
-
-    def read(self, piece: Any) -> Iterator[sources.Content]:
-        return (content for _, content in self.corpus.read(piece))
 
     def saved_positions(self, found: list[dict[int, Position]], consumed: int) -> dict[str, list[Any]]:
         """Return the readers' positions after `consumed` sequences, in the format of a checkpoint.
