@@ -194,13 +194,12 @@ def _fill(job: Job, key: str, num_proc: int) -> None:
         counts = run_tasks("count", _count_rows, corpus, corpus.pieces, bytes_of, num_proc, is_fast=True)
         sizes, selected = sources.select_rows(config, corpus.pieces, counts)
         tasks = [Task(number, *rows) for number, rows in enumerate(selected)]
-    remaining = [task for task in tasks if not _is_complete(folder, task)]
+    remaining = [task for task in tasks if not any(shard["is_last"] for shard in _shards_of(folder, task))]
     bytes_of = [task.piece.size for task in remaining]
     run_tasks("tokenise", _write_shards, job, remaining, bytes_of, num_proc, is_fast=isinstance(tokenizer, BytesTokenizer))
     found = [json.loads(path.read_text()) for path in sorted(folder.glob(NAMES))]
     counts = {name: sum(shard[name] for shard in found) for name in ("entries", "rows", "without_text", "faulty")}
     faults = [fault for shard in found for fault in shard["first_faults"]][:SHOWN_FAULTS]
-    names = ("name", "documents", "tokens", "offsets_crc32", "checksums_crc32")
     index = {
         "version": shards.VERSION,
         "source": config.description,
@@ -212,9 +211,11 @@ def _fill(job: Job, key: str, num_proc: int) -> None:
         "tokens": sum(shard["tokens"] for shard in found),
         "counts": counts | {"rows_by_split": sizes or {"train": counts["rows"]}, "first_faults": faults},
         "key": key,
-        "shards": [{name: shard[name] for name in names} for shard in found if shard["documents"]],
+        "shards": [{name: shard[name] for name in shards.SHARD_ENTRIES} for shard in found if shard["documents"]],
     }
-    write_json(folder / INDEX, index)
+    # Without locks, another process may have written the index, and then removed descriptions of shards before `glob`.
+    if not (folder / INDEX).exists():
+        write_json(folder / INDEX, index)
 
 
 def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, int]:
@@ -237,10 +238,6 @@ def _counted(entries: Iterator[sources.Entry], add: Add) -> Iterator[sources.Ent
 
 def _shards_of(folder: Path, task: Task) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{task.number:06}-*.json"))]
-
-
-def _is_complete(folder: Path, task: Task) -> bool:
-    return any(shard["is_last"] for shard in _shards_of(folder, task))
 
 
 def _write_shards(job: Job, task: Task, add: Add) -> None:

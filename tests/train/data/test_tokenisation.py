@@ -187,6 +187,24 @@ def test_a_process_says_that_it_waits_for_another_one(tmp_path, caplog):
         assert path.result() == folder
 
 
+def test_without_locks_the_slower_of_two_processes_keeps_the_complete_index(small_pieces, tmp_path, monkeypatch):
+    config, folder = write_corpus(tmp_path / "corpus", "jsonl"), tmp_path / "shards"
+    monkeypatch.setattr(tokenisation, "_lock", Mock(side_effect=OSError(errno.ENOSYS, "no locks")))
+    encode, encoded = BytesTokenizer.encode, list[str]()
+
+    def finish_in_another_process(self: BytesTokenizer, text: str) -> np.ndarray:
+        encoded.append(text)
+        if len(encoded) == len(TEXTS) // 2:
+            monkeypatch.setattr(BytesTokenizer, "encode", encode)
+            tokenise(config, BytesTokenizer(), folder=folder)
+        return encode(self, text)
+
+    monkeypatch.setattr(BytesTokenizer, "encode", finish_in_another_process)
+    tokenise(config, BytesTokenizer(), folder=folder)
+    assert len(encoded) == len(TEXTS) // 2
+    assert texts_in(folder) == TEXTS
+
+
 def test_a_folder_with_other_content_is_an_error(tmp_path):
     config, folder = write_corpus(tmp_path / "corpus", "jsonl"), tmp_path / "shards"
     tokenise(config, BytesTokenizer(), folder=folder)
