@@ -133,10 +133,11 @@ def find_resources(config: Config, init_from: Path | None = None) -> TrainingRes
     mesh = choose_mesh(config, device, bf16)
     compiled = uses_compile(config, device)
     machine = machine_of(config, device, tokenizer.vocab_size, bf16)
-    chosen = choose_plan(config, mesh.shape, machine)
-    plan, needs = broadcast_object(chosen)
+    plan, needs = broadcast_object(choose_plan(config, mesh.shape, machine))
     with sync_errors():
         machine.capacity.check(needs)
+        sample = inference_needs(config, mesh.shape, tokenizer.vocab_size, bf16, config.trainer.sample_tokens)
+        machine.capacity.check(Needs({"keys and values": sample.device["keys and values"]}, {}))
         situation = config, mesh.shape, device, compiled and plan == MemoryPlan(), bf16
         chosen = choose_graphs(*situation, tokenizer.vocab_size, needs, machine.capacity)
     graphed, needs = broadcast_object(chosen)

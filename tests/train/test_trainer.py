@@ -3,6 +3,7 @@
 import errno
 import json
 import math
+import re
 import shutil
 import signal
 import statistics
@@ -22,6 +23,7 @@ from ringattn.train import setup as run_setup
 from ringattn.train.checkpoint import storage
 from ringattn.train.commands import run
 from ringattn.train.inference import losses as evaluation
+from ringattn.train.parallel.memory import capacity
 from ringattn.train.parallel.ranks import disconnect_ranks
 from ringattn.train.reports import metrics
 from ringattn.train.settings import config as train_config
@@ -387,6 +389,16 @@ def test_full_disk_leaves_the_earlier_checkpoint(settings, outputs, run_command_
     assert "a/checkpoints/step_00000001" in error
     assert [path.name for path in (outputs / "a" / "checkpoints").iterdir()] == ["step_00000001"]
     assert run_command_line(*settings) == 0
+
+
+def test_a_sample_that_exceeds_the_memory_is_reported_before_the_first_step(
+    settings, outputs, run_command_line, only_error, monkeypatch
+):
+    monkeypatch.setattr(capacity, "host_memory", lambda: 2.0**26)
+    assert run_command_line(*settings, "name=a", "trainer.steps=1", "trainer.sample_tokens=8") == 0
+    assert run_command_line(*settings, "name=b", "trainer.steps=1", f"trainer.sample_tokens={2**20}") == 1
+    assert re.search(r"each rank would need about [\d.]+ GiB \(keys and values .* fewer tokens", only_error())
+    assert not (outputs / "b" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow
