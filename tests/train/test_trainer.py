@@ -305,6 +305,19 @@ def write_tokenizer(path: Path, letters: str) -> Path:
     return path
 
 
+def test_a_resumed_run_requires_its_tokenizer(settings, tmp_path, run_command_line, only_error):
+    """More tokens would change the softmax, even if the tokens of the text stay the same."""
+    path = write_tokenizer(tmp_path / "tokenizer.json", "abc")
+    settings = [*settings, "name=a", f"data.tokenizer={path}", "trainer.batch_size=1"]
+    for steps in (1, 2):
+        assert run_command_line(*settings, f"trainer.steps={steps}") == 0
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.add_tokens(["<new>"])
+    tokenizer.save(str(path))
+    assert run_command_line(*settings, "trainer.steps=3") == 1
+    assert "step_00000002 was trained with the tokenizer" in only_error()
+
+
 @pytest.mark.slow
 def test_weights_require_their_tokenizer(settings, outputs, tmp_path, run_command_line, only_error):
     """A tokenizer is identified by its contents, not by its path."""
