@@ -376,6 +376,8 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
             run.loader.begin(replace(run.loader.preparation, data=stream))
     storage.load(checkpoint, state_dict.train_state(run.model, run.optimizer))
     log.info(f"{'resumed':<12}{checkpoint}" + (f", which was trained with {changed}" if changed else ""))
+    if run.held_out and meta.get("held_out") not in (None, run.held_out.fingerprint):
+        log.info(f"{'':<12}the held-out text has changed, so earlier values of eval_loss are not comparable")
     if not state_dict.load_rng_state(checkpoint):
         log.info(f"{'':<12}on another number of ranks, so the random generators are seeded again")
     return meta["step"], meta["consumed"]

@@ -298,6 +298,19 @@ def test_other_text_of_the_same_lengths_is_another_corpus(settings, tmp_path, ru
     assert "trainer.init_from" in error
 
 
+def test_a_changed_held_out_text_is_reported(settings, tmp_path, run_command_line, capfd):
+    settings.remove("data.eval_fraction=0")
+    settings += ["name=a", "data.eval_path=held-out.txt", "data.eval_split=null", "trainer.eval_tokens=500"]
+    (tmp_path / "held-out.txt").write_text("text " * 100)
+    for steps in (1, 2):
+        assert run_command_line(*settings, f"trainer.steps={steps}") == 0
+    assert "the held-out text has changed" not in capfd.readouterr().out
+    with (tmp_path / "held-out.txt").open("a") as file:
+        file.write("more")
+    assert run_command_line(*settings, "trainer.steps=3") == 0
+    assert "the held-out text has changed, so earlier values of eval_loss are not comparable" in capfd.readouterr().out
+
+
 def write_tokenizer(path: Path, letters: str) -> Path:
     vocabulary = {token: i for i, token in enumerate(["<|endoftext|>", "?", *letters])}
     model = tokenizers.models.WordLevel(vocabulary, unk_token="?")
