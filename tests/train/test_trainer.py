@@ -181,6 +181,17 @@ def test_run_that_was_killed_before_its_summary_gets_one(settings, outputs, run_
     assert (summary["steps"], summary["final_loss"]) == (2, last["loss"])
 
 
+def test_a_summary_is_not_written_from_an_earlier_step(settings, outputs, run_command_line, only_error):
+    settings = [*settings, "name=a", "trainer.steps=2"]
+    assert run_command_line(*settings) == 0
+    path = outputs / "a" / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])  # as after a power failure
+    (outputs / "a" / "summary.json").unlink()
+    assert run_command_line(*settings) == 1
+    assert "metrics.jsonl has no record of step 2" in only_error()
+    assert not (outputs / "a" / "summary.json").exists()
+
+
 @pytest.mark.slow
 def test_going_back_to_fewer_steps_restores_their_summary(settings, outputs, run_command_line):
     settings = [*settings, "name=a", "trainer.keep_checkpoints=9"]

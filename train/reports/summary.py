@@ -125,7 +125,7 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any] | None:
     """Return the summary of a run that has no steps left, or None if no launch has written a summary.
 
     Raises:
-        ConfigError: on every rank, if summary.json is damaged, or the checkpoint has completed all steps of the run.
+        ConfigError: on every rank, if summary.json is damaged, or metrics.jsonl does not contain the last step.
     """
     path, steps = directory / "summary.json", run.config.trainer.steps
     log.info(f"{'done':<12}all {steps} steps were completed by an earlier launch: raise trainer.steps to train longer")
@@ -135,8 +135,8 @@ def complete_summary(run: Run, directory: Path) -> dict[str, Any] | None:
     # The summary of a shorter run is obsolete after `trainer.steps` was raised.
     if summary is not None and summary["steps"] == steps:
         return summary
-    if not broadcast_object(metrics.read(directory / "metrics.jsonl")):
-        raise ConfigError(f"no steps are left to train, because the checkpoint has completed all {steps}: raise trainer.steps")
+    if not broadcast_object(any(record["step"] == steps for record in metrics.read(directory / "metrics.jsonl"))):
+        raise ConfigError(f"no steps are left to train, and metrics.jsonl has no record of step {steps}: raise trainer.steps")
     return None
 
 
