@@ -338,7 +338,7 @@ def backward(
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `reference.add_sinks`."""
     if out.is_cuda and out.dtype in TRITON_DTYPES:
-        return _triton().sinks.add_sinks(out.contiguous(), lse.contiguous(), sinks)
+        return _triton().sinks.add_sinks(out, lse, sinks)
     return reference.add_sinks(out, lse, sinks)
 
 
@@ -347,8 +347,7 @@ def add_sinks_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `reference.add_sinks_backward`."""
     if out.is_cuda and out.dtype in TRITON_DTYPES:
-        dlse = None if dlse is None else dlse.contiguous()
-        return _triton().sinks.add_sinks_backward(out.contiguous(), lse.contiguous(), sinks, dout.contiguous(), dlse)
+        return _triton().sinks.add_sinks_backward(out, lse, sinks, dout, dlse)
     return reference.add_sinks_backward(out, lse, sinks, dout, dlse)
 
 

@@ -53,18 +53,19 @@ def _backward_kernel(
     tl.store(dsinks + row, from_lse * (1 - share) - grad, mask=inside)
 
 
-def _launch(kernel, out: Tensor, *operands: Tensor | None) -> None:
+def _launch(kernel, out: Tensor, *others: Tensor | None) -> None:
     (heads, dim), padded = out.shape[-2:], triton.next_power_of_2(out.shape[-1])
     num_rows, per_program = out[..., 0].numel(), max(ELEMENTS // padded, 1)
     if out.numel() > 0:
         constants = dict(HEADS=heads, DIM=dim, PADDED_DIM=padded, ROWS=per_program)
+        operands = [x if x is None else x.contiguous() for x in (out, *others)]  # the results are contiguous already
         with torch.cuda.device_of(out):
-            launch(kernel, -(-num_rows // per_program), (out, *operands), (num_rows,), **constants)
+            launch(kernel, -(-num_rows // per_program), operands, (num_rows,), **constants)
 
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `reference.add_sinks` for contiguous tensors."""
-    results = torch.empty_like(out), torch.empty_like(lse)
+    """Compute `reference.add_sinks`."""
+    results = out.new_empty(out.shape), lse.new_empty(lse.shape)
     _launch(_forward_kernel, out, lse, sinks, *results)
     return results
 
@@ -72,8 +73,8 @@ def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
 def add_sinks_backward(
     out: Tensor, lse: Tensor, sinks: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `reference.add_sinks_backward` for contiguous tensors."""
-    results = torch.empty_like(out), torch.empty_like(lse), torch.empty_like(lse)
+    """Compute `reference.add_sinks_backward`."""
+    results = out.new_empty(out.shape), lse.new_empty(lse.shape), lse.new_empty(lse.shape)
     _launch(_backward_kernel, out, lse, sinks, dout, dlse, *results)
     *grads, dsinks = results
     return *grads, dsinks.sum((0, 1))
