@@ -337,18 +337,18 @@ def backward(
 
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `reference.add_sinks`."""
-    if out.is_cuda and out.dtype in TRITON_DTYPES:
-        return _triton().sinks.add_sinks(out, lse, sinks)
-    return reference.add_sinks(out, lse, sinks)
+    return _module_of_sinks(out).add_sinks(out, lse, sinks)
 
 
 def add_sinks_backward(
     out: Tensor, lse: Tensor, sinks: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute `reference.add_sinks_backward`."""
-    if out.is_cuda and out.dtype in TRITON_DTYPES:
-        return _triton().sinks.add_sinks_backward(out, lse, sinks, dout, dlse)
-    return reference.add_sinks_backward(out, lse, sinks, dout, dlse)
+    return _module_of_sinks(out).add_sinks_backward(out, lse, sinks, dout, dlse)
+
+
+def _module_of_sinks(out: Tensor) -> Any:
+    return _triton().sinks if out.is_cuda and out.dtype in TRITON_DTYPES else reference
 
 
 def sum_partials(base: Tensor, parts: Sequence[tuple[int, Tensor]], dtype: torch.dtype) -> Tensor:

@@ -295,8 +295,7 @@ def decode_attention(
         raise ValueError(f"sinks={sinks}: without bounds, it must be an integer of at least 0, or None")
     num_sinks = None if sinks is None or bounds is not None else as_integer("sinks", sinks, high=None)
     factor: Any = None if scale is None else resolve_scale(q, scale)
-    call = type(q), q.shape, q.dtype, q.device, group, newest, factor, backend
-    call += (sink_logits is None,)
+    call = type(q), q.shape, q.dtype, q.device, group, newest, factor, backend, sink_logits is None
     call += (num_sinks,) if bounds is None else (bounds[0].shape, getattr(sinks, "shape", sinks))
     is_new = call != cache._checked
     if is_new or cache.ranks > 1:
