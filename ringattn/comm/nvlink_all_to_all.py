@@ -50,7 +50,8 @@ def _strided_copies(
 
     Args:
         take, put: as for `Exchange.send`.
-        shape, strides: describe the tensor (B, N, H, D) to send. The heads of a token must be contiguous.
+        shape, strides: describe the tensor (B, N, H, D) to send. The heads of a token must be contiguous. Tokens must not
+            overlap.
         heads, lengths: the tensors to fill have the shape (B, lengths[receiver], *heads).
         rank: the sender.
     """
@@ -124,8 +125,10 @@ class _NvlinkExchange:
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         others = transport.others
-        # Strided copies require contiguous heads.
-        block = tuple(x if x.stride()[2:] == (x.shape[3], 1) else x.contiguous() for x in block)
+        # Strided copies require contiguous heads and tokens that do not overlap, unlike those of an expanded tensor.
+        block = tuple(
+            x if x.stride()[2:] == (x.shape[3], 1) and x.stride(1) >= x.shape[2] * x.shape[3] else x.contiguous() for x in block
+        )
         number, stream = all_to_all.begin_send(), all_to_all.send_stream.cuda_stream
         if number == 0:
             ready = [transport.all_to_all_flag(transport.rank, READY, peer) for peer in others]

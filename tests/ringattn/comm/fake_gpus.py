@@ -101,7 +101,8 @@ class Driver:
 
     @staticmethod
     def copy_rows(target: int, target_pitch: int, source: int, source_pitch: int, width: int, rows: int, stream: int) -> None:
-        """Copy rows of `width` bytes."""
+        """Copy rows of `width` bytes, which must not overlap, as the real driver requires."""
+        assert rows == 1 or min(target_pitch, source_pitch) >= width, "rows overlap"
 
         def copy() -> None:
             for i in range(rows):

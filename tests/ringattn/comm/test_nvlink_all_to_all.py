@@ -76,6 +76,23 @@ def test_heads_are_copied_after_they_are_computed(run_on_host: RunOnHost, monkey
         assert every_message_waits_for_an_event(log)
 
 
+def test_tokens_may_share_their_memory(run_on_host: RunOnHost) -> None:
+    """All queries are the same memory, and so is their gradient, as after a mean over the tokens."""
+    case, layout = Case.random(9, heads=4, key_heads=4, dtype=torch.float32), Layout.contiguous(9, 1).split(2)
+    case.q, case.dout = (x[:, :1].expand_as(x) for x in (case.q, case.dout))
+
+    def on_rank(rank: int, group: object) -> list[torch.Tensor]:
+        q, dout = (x[:, : layout.rows(rank)] for x in (case.q, case.dout))
+        k, v = (layout.shard(x, rank) for x in (case.k, case.v))
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out, lse = ulysses_attention(q, k, v, layout=layout, mask=Mask.causal(), ulysses_group=group, return_lse=True)
+        upstream = dout, layout.shard(case.dlse, rank)
+        return [out.detach(), lse.detach(), *torch.autograd.grad((out, lse), (q, k, v), upstream)]
+
+    got = unshard_results(layout, run_on_host(2, on_rank))
+    assert_close(got, case.to(torch.float64).unsharded(Mask.causal()), 1e-5)
+
+
 def test_strided_copies_by_hand() -> None:
     """Rank 1 of two holds 3 of 5 tokens, with 4 heads of 8 fp16 values, and sends two heads to each rank."""
     shape, strides = torch.Size((1, 3, 4, 8)), (96, 32, 8, 1)
