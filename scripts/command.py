@@ -11,7 +11,8 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,23 @@ def png_file(text: str) -> Path:
     if Path(text).suffix != ".png":
         raise argparse.ArgumentTypeError(f"{text!r} must end with .png")
     return Path(text)
+
+
+@contextmanager
+def exit_without_memory() -> Generator[None]:
+    """Exit with one line if the memory runs out inside the context. If there are several ranks, the first one prints it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        from ringattn.train.commands.errors import is_out_of_memory, terminate  # this import is slow
+
+        if not is_out_of_memory(error):
+            raise
+        text = f"error: the memory is too small, use shorter lengths: {''.join(str(error).splitlines()[:1])}"
+        if dist.is_initialized():
+            terminate(dist.distributed_c10d._get_default_store(), text, 1)
+        print(text, file=sys.stderr)
+        sys.exit(1)
 
 
 def torchrun(ranks: int, *arguments: str) -> list[str]:

@@ -365,6 +365,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> int:
     args = parse(argv)
     args.output.mkdir(parents=True, exist_ok=True)

@@ -114,6 +114,7 @@ def measure(queries: int, rounds: int, use_graphs: bool) -> list[tuple[str, ...]
     return rows
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> int:
     parser = command.new_parser(__doc__)
     parser.add_argument("--queries", nargs="+", type=command.at_least(128), default=[16384, 4096], help="default: 16384 4096")

@@ -350,6 +350,7 @@ def run(args: argparse.Namespace, header: dict[str, Any], implementations: dict[
     return [row for found in rows.values() for row in found if row["implementation"] == peers.OURS]
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> int:
     args = parse(argv)
     status = 0

@@ -99,6 +99,7 @@ def machine() -> str:
     return f"one core of {name}, torch {torch.__version__}, numpy {np.__version__}, Python {platform.python_version()}"
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> int:
     parser = command.new_parser(__doc__)
     counts = {"tokens": [32768, 131072, 1048576], "documents": [1, 9, 1000], "ranks": [1, 4, 8, 64]}

@@ -119,6 +119,7 @@ def summarise(model: GPT, seq_len: int, seconds: float, device: torch.device, ra
     }
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
     parser.add_argument("--model", default="1.4b", help="a file in configs/model; default: 1.4b")

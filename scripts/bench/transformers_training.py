@@ -67,6 +67,7 @@ def train(config: ModelConfig, seq_len: int, steps: int, device: torch.device) -
     return summarise(ours, seq_len, statistics.median(seconds[1:]), device, ranks=1)
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
     parser.add_argument("--model", default="gemma-3-4b", help="a file in configs/model; default: gemma-3-4b")

@@ -126,6 +126,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> int:
     args = parse(argv)
     errors = {kind: measure(kind, args) for kind in INPUTS}

@@ -149,6 +149,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> int:
     args = parse(argv)
     kernels = load_kernels(args.kernels)

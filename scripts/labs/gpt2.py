@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ringattn import flash_attention
 from ringattn.train import optim
+from ringattn.train.commands.errors import is_out_of_memory
 from ringattn.train.model.gpt import GPT, Block, padded_vocabulary
 from ringattn.train.model.loss import cross_entropy
 from ringattn.train.parallel.shard import compile_blocks
@@ -142,7 +143,7 @@ def measure_variant(variant: str, config: ModelConfig, length: int, text: Tensor
         tokens_per_s = (text.shape[1] - 1) / seconds
         return row._replace(tokens_per_s=tokens_per_s, host_ms=1e3 * host, bytes=measure.peak_bytes(step, device), loss=final)
     except RuntimeError as error:
-        if not measure.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return row
 

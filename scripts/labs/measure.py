@@ -113,21 +113,6 @@ def limited_memory(limit: int, device: torch.device) -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_AS, old_limits)
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
-
-
-@contextmanager
-def exit_without_memory(parser: argparse.ArgumentParser) -> Generator[None]:
-    """Exit with one line if the memory runs out inside the context."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        parser.error(f"the memory is too small, use shorter lengths: {str(error).splitlines()[0]}")
-
-
 def write_picture(figure: plt.Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     save_plot(figure, path)

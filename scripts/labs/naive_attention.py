@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ringattn import flash_attention
+from ringattn.train.commands.errors import is_out_of_memory
 from ringattn.train.reports.figures import clean_axes
 from scripts import command
 from scripts.accuracy import output_of
@@ -104,7 +105,7 @@ def cost(attend: Attend, length: int, sizes: Sizes, device: torch.device, limit:
         # Measure without the memory limit, because the profiler needs additional memory.
         return Cost(measure.milliseconds(call, device), measure.peak_bytes(call, device))
     except (RuntimeError, MemoryError) as error:
-        if not measure.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
     # During the `except` clause, the exception keeps the tensors of the failed call alive. Now they can be freed.
     if device.type == "cuda":

@@ -82,16 +82,16 @@ def plot(times: dict[str, float], flops: dict[str, int], title: str) -> plt.Figu
     return figure
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> None:
     parser = measure.new_parser(__doc__, "softmax_share")
     parser.add_argument("--length", type=command.at_least(2), help="tokens; the default depends on the device")
     args = measure.parse(parser, argv)
     sizes = SIZES[args.device.type]
     length = args.length or sizes.lengths[0]
-    with measure.exit_without_memory(parser):
-        inputs = random_inputs(length, sizes, args.device, 3)
-        times, flops = step_times(inputs), step_flops(length, sizes)
-        tiled_ms = measure.milliseconds(partial(IMPLEMENTATIONS["tiled"], *inputs), args.device)
+    inputs = random_inputs(length, sizes, args.device, 3)
+    times, flops = step_times(inputs), step_flops(length, sizes)
+    tiled_ms = measure.milliseconds(partial(IMPLEMENTATIONS["tiled"], *inputs), args.device)
     print(results_table(times, flops, tiled_ms), end="")
     shape = f"{length:,} tokens, {sizes.heads} heads of dim {sizes.head_dim}"
     title = f"naive attention, {shape}\n{measure.describe_machine(args.device)}"

@@ -144,6 +144,7 @@ def plot(points: list[Point], on_gpu: bool, title: str) -> plt.Figure:
     return figure
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> None:
     parser = measure.new_parser(__doc__, "tile_sizes")
     parser.add_argument("--length", type=command.at_least(1), help="tokens; the default depends on the device")
@@ -152,8 +153,7 @@ def main(argv: list[str]) -> None:
     args = measure.parse(parser, argv)
     sizes, queries, keys = DEFAULTS[args.device.type]
     sizes = sizes._replace(lengths=[args.length or sizes.lengths[0]])
-    with measure.exit_without_memory(parser):
-        points = sweep(sizes, args.queries or queries, args.keys or keys, args.device)
+    points = sweep(sizes, args.queries or queries, args.keys or keys, args.device)
     print(results_table(points), end="")
     shape = f"{sizes.lengths[0]:,} tokens, {sizes.heads} heads of dim {sizes.head_dim}, causal"
     title = f"{shape}, {measure.describe_machine(args.device)}"

@@ -175,6 +175,7 @@ def launch(length: int, heads: int, head_dim: int, mask: Mask, backend: str = "t
     torch.cuda.synchronize()
 
 
+@command.exit_without_memory()
 def main(argv: list[str]) -> None:
     parser = command.new_parser(__doc__)
     parser.add_argument("--predict", action="store_true", help="print the prediction and launch nothing")

@@ -63,6 +63,26 @@ def test_integers_out_of_range_are_rejected(capsys):
         assert error.endswith(f"{repr(text)[:60]} must be an integer of at least 1 and below 2**31")
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("3 GiB are missing\nmore"), "3 GiB are missing"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "DefaultCPUAllocator: can't allocate memory"),
+        (MemoryError(), ""),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_memory_that_runs_out_ends_a_script_with_one_line(error, reason, capsys):
+    with pytest.raises(SystemExit, match="1"), command.exit_without_memory():
+        raise error
+    assert capsys.readouterr().err == f"error: the memory is too small, use shorter lengths: {reason}\n"
+
+
+def test_other_errors_keep_their_traceback():
+    with pytest.raises(RuntimeError, match="shapes do not match"), command.exit_without_memory():
+        raise RuntimeError("shapes do not match")
+
+
 @pytest.mark.parametrize("name", ["picture", "picture.svg", "png"])
 def test_pictures_that_are_not_png_files_are_rejected(name, capsys):
     parser = command.new_parser("A script.")

@@ -35,4 +35,11 @@ def test_an_error_above_the_limit_is_reported(capsys: pytest.CaptureFixture[str]
     assert check_fp8.main([*SMALL]) == 1
 
 
+def test_too_many_keys_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    """The inputs would have hundreds of terabytes."""
+    with pytest.raises(SystemExit):
+        check_fp8.main([*SMALL, "--keys", str(2**31 - 1), "--dim", "100000"])
+    assert capsys.readouterr().err.startswith("error: the memory is too small, use shorter lengths: ")
+
+
 COLUMNS = ("bf16", "FP8", *check_fp8.VARIANTS, *(f"{x}, {name}" for x in check_fp8.GRADIENTS for name in ("bf16", "FP8")))

@@ -52,6 +52,16 @@ def test_error_on_two_ranks_is_printed_once(tmp_path):
     assert own_errors(finished.stderr).count("error: --seq-len 63: must be at least 64 for 2 ranks") == 1
 
 
+@pytest.mark.slow
+def test_memory_that_runs_out_on_two_ranks_is_reported_once(tmp_path):
+    arguments = "--seq-len", str(2**31 - 1), "--head-dim", "100000"
+    finished = launch(2, tmp_path, *arguments, script="scripts.check.ring")
+    assert finished.returncode == 1
+    errors = own_errors(finished.stderr)
+    assert errors.count("error: the memory is too small, use shorter lengths: ") == 1
+    assert "Traceback" not in errors
+
+
 def test_short_sequence_is_rejected(capsys):
     assert check_ring.main(["--seq-len", "63"]) == 1
     assert capsys.readouterr().err == "error: --seq-len 63: must be at least 64 for 1 ranks\n"

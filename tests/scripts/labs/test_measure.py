@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from ringattn.train.commands.errors import is_out_of_memory
 from scripts.labs import measure
 from scripts.plots import plt
 
@@ -41,8 +42,8 @@ def test_allocation_beyond_the_limit_fails() -> None:
         with pytest.raises(RuntimeError) as raised:
             allocate()
         torch.empty(2**24, dtype=torch.uint8)
-    assert measure.is_out_of_memory(raised.value)
-    assert not measure.is_out_of_memory(RuntimeError("shapes do not match"))
+    assert is_out_of_memory(raised.value)
+    assert not is_out_of_memory(RuntimeError("shapes do not match"))
     allocate()
 
 
