@@ -217,7 +217,7 @@ def read_config(folder: Path, name: str) -> dict[str, Any]:
     """
     path = folder / name
     try:
-        config = json.loads(path.read_text()) if path.is_file() else {}
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
         if not isinstance(config, dict):
             raise ValueError("it must contain a dict")
     except (OSError, ValueError, RecursionError) as error:

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -100,6 +101,15 @@ def test_template_that_changes_earlier_turns_is_rejected(tmp_path):
         ConfigError, match=r"^a: the chat template of \S+ renders message 3 differently if other messages follow"
     ):
         encode("a", {"messages": CHAT})
+
+
+def test_template_is_utf_8_in_every_locale(tmp_path, monkeypatch):
+    template = CHATML.replace("<|im_start|>", "<｜▁ü｜>")  # noqa: RUF001  # DeepSeek's tokens have such bars
+    config, read = config_of(tmp_path, "unused"), Path.read_text
+    content = json.dumps({"eos_token": "<|im_end|>", "chat_template": template}, ensure_ascii=False)
+    (tmp_path / "tokenizer_config.json").write_bytes(content.encode())
+    monkeypatch.setattr(Path, "read_text", lambda path, encoding="latin-1": read(path, encoding))
+    assert chat.load_template(config.tokenizer).source == template
 
 
 def test_template_in_its_own_file_and_among_several(tmp_path):
