@@ -51,10 +51,10 @@ def run_command_line(arguments: list[str]) -> None:
     options, overrides = parse(arguments, Options, settings=("data.",))
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ConfigError("ringattn-prepare starts its own processes: start it without torchrun, and set data.num_proc")
+    config = apply_overrides(Config(), overrides)
     for name, value in overrides.items():
         if name.removeprefix("data.") not in SETTINGS:
             raise ConfigError(f"{name}={value} has no effect on a preparation: set it in the training")
-    config = apply_overrides(Config(), overrides)
     check(config, world_size=1)
     data, folder = config.data, Path(options.output).expanduser()
     if data.source in ("prepared", "recall"):

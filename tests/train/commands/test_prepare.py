@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf.errors import ConfigAttributeError
 
 from ringattn.train.commands import prepare
+from ringattn.train.commands.messages import describe_error
 from ringattn.train.settings.config import ConfigError
 from tests.train.jobs import one_rank
 from tests.train.launch import ROOT, SMALL, environment, wait_for_end
@@ -46,6 +48,12 @@ def test_settings_that_cannot_be_honoured_are_an_error(arguments, message, tmp_p
     with pytest.raises(ConfigError, match=message):
         run_prepare(*arguments)
     assert not Path("x", "index.json").exists()
+
+
+def test_a_mistyped_setting_names_the_nearest_one():
+    with pytest.raises(ConfigAttributeError) as caught:
+        run_prepare("output=x", "data=jsonl", "data.tokenizr=x")
+    assert describe_error(caught.value) == "unknown option data.tokenizr: did you mean data.tokenizer?"
 
 
 @pytest.mark.parametrize(
