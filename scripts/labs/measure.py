@@ -14,6 +14,8 @@ import torch
 from scripts import command
 from scripts.plots import plt, save_plot
 
+# Without a GPU, PyTorch's profiler would print error messages of its own.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 OUTPUT = command.ROOT / "outputs" / "labs"
 CPU_REPEATS = 5
 MIB = 2**20

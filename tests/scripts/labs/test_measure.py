@@ -29,6 +29,11 @@ def test_memory_that_exists_before_the_call_is_not_counted() -> None:
     assert measure.peak_bytes(lambda: before[:100].clone(), CPU) == 400
 
 
+def test_the_profiler_prints_no_messages_of_its_own(capfd: pytest.CaptureFixture) -> None:
+    measure.peak_bytes(lambda: torch.ones(10), CPU)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_time_is_that_of_one_call() -> None:
     assert 10 <= measure.milliseconds(lambda: time.sleep(0.01), CPU) < 5_000  # microseconds would be 10,000
 
