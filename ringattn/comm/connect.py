@@ -30,7 +30,7 @@ from ringattn.comm.recovery import Recovery
 from ringattn.comm.shared_gpus import SHARE_GPUS, allow_shared_memory, sharing_is_allowed
 from ringattn.comm.simulated import SIMULATED_RANKS, SimulatedRank
 from ringattn.comm.transport import MessageTransport, Transport
-from ringattn.comm.watchdog import RingFault, Watchdog, timeout_seconds
+from ringattn.comm.watchdog import RingFault, TransportError, Watchdog, timeout_seconds
 from ringattn.planning.cost_model import attention_flops, interconnect
 
 Group = dist.ProcessGroup | SimulatedRank
@@ -141,7 +141,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
         return SingleRankTransport()
     wanted = os.environ.get(TRANSPORT_VARIABLE, "auto") if transport == "auto" else transport
     if wanted not in TRANSPORTS:
-        raise ValueError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
+        raise TransportError(f"{TRANSPORT_VARIABLE}={wanted}: it must be one of {', '.join(TRANSPORTS)}")
     store = _group_store(group)
     store = dist.PrefixStore(_name_handshake(store, group), store)
     ranks = [_Identity(*fields) for fields in _all_gather(store, group, "rank", _identity(device, wanted))]
@@ -149,7 +149,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     choices = [f"transport={rank.transport!r} on {rank.device}" for rank in ranks]
     for rank, choice in enumerate(choices):
         if choice != choices[0]:
-            raise ValueError(
+            raise TransportError(
                 f"rank 0 of the group calls attention with {choices[0]} and rank {rank} with {choice}: all ranks must use the "
                 "same transport, on the same type of device"
             )
@@ -157,7 +157,7 @@ def _handshake(group: dist.ProcessGroup, device: torch.device, transport: str, c
     reasons = _all_gather(store, group, "obstacle", _why_not_nvlink(ranks, device))
     reason = next(filter(None, reasons), "")
     if wanted == "nvlink" and reason:
-        raise ValueError(f"transport='nvlink' is unavailable: {reason}; use transport='p2p' or 'auto'")
+        raise TransportError(f"transport='nvlink' is unavailable: {reason}; use transport='p2p' or 'auto'")
     backend = "nccl" if device.type == "cuda" and backend_name(group, "cuda") != "gloo" else "gloo"
     name = "nvlink" if wanted != "p2p" and not reason else backend
     why = "requested" if wanted != "auto" else reason or "all GPUs are in one host and can access each other's memory"

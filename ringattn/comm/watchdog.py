@@ -40,7 +40,7 @@ def timeout_seconds() -> float:
     """Return the timeout of a hop: the environment variable RINGATTN_TIMEOUT, or 600 seconds.
 
     Raises:
-        ValueError: the value is not a positive, finite number.
+        TransportError: the value is not a positive, finite number.
     """
     text = os.environ.get(TIMEOUT, DEFAULT_TIMEOUT)
     try:
@@ -48,8 +48,12 @@ def timeout_seconds() -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise ValueError(f"{TIMEOUT}={text}: it must be a positive number, the seconds that a hop may take")
+        raise TransportError(f"{TIMEOUT}={text}: it must be a positive number, the seconds that a hop may take")
     return seconds
+
+
+class TransportError(ValueError):
+    """The required transport is unavailable, or an environment variable of the transports is invalid."""
 
 
 class RingFault(RuntimeError):

@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from ringattn.comm.watchdog import RingFault
+from ringattn.comm.watchdog import RingFault, TransportError
 from ringattn.train.commands.messages import SETTING_ERRORS, write_error_file
 from ringattn.train.data.loader import LoaderError
 from ringattn.train.data.shards import UNWRITABLE
@@ -39,8 +39,8 @@ def terminate_on_error(store: dist.Store, error: Exception) -> NoReturn:
 
 
 def describe_external_error(error: Exception) -> str | None:
-    """Describe an error of a disk or of another rank in one line. Return None for all other errors."""
-    if isinstance(error, RingFault | LoaderError):
+    """Describe an error of a disk, a transport or another rank in one line. Return None for all other errors."""
+    if isinstance(error, RingFault | TransportError | LoaderError):
         return str(error)
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return f"{error}: check the disk and its permissions, then launch the same name again to resume"

@@ -18,7 +18,7 @@ from ringattn.comm.all_to_all import PointToPointAllToAll
 from ringattn.comm.connect import HOST_VARIABLE, TRANSPORT_VARIABLE, _Identity, _why_not_nvlink, rank_and_size
 from ringattn.comm.p2p import P2PTransport, SingleRankTransport
 from ringattn.comm.shared_gpus import SHARE_GPUS
-from ringattn.comm.watchdog import RingFault
+from ringattn.comm.watchdog import RingFault, TransportError
 from tests.distributed import run_ranks
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def check_handshake() -> None:
     assert connect.connect(group.group_name, CPU) is transport
     assert connect.connect(group.group_name, CPU, "p2p") is not transport
     os.environ[TRANSPORT_VARIABLE] = "pigeon"
-    with pytest.raises(ValueError, match=f"{TRANSPORT_VARIABLE}=pigeon"):
+    with pytest.raises(TransportError, match=f"{TRANSPORT_VARIABLE}=pigeon"):
         connect.connect(dist.new_group().group_name, CPU)
     os.environ[TRANSPORT_VARIABLE] = "nvlink"
     with pytest.raises(ValueError, match="'nvlink' is unavailable: the tensors are on cpu"):

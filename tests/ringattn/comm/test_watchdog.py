@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ringattn import Layout, Mask, ring_attention, simulate, ulysses_attention
 from ringattn.comm import connect, watchdog
-from ringattn.comm.watchdog import TIMEOUT, RingFault, Watchdog, timeout_seconds
+from ringattn.comm.watchdog import TIMEOUT, RingFault, TransportError, Watchdog, timeout_seconds
 from tests.distributed import gpu_backend, run_ranks, start_ranks
 
 RANKS, VICTIM = 3, 1
@@ -225,7 +225,7 @@ def test_a_hop_may_be_cancelled_while_the_thread_reads_it(monkeypatch: pytest.Mo
 def test_an_invalid_timeout_raises_an_error(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The message names the variable and the value."""
     monkeypatch.setenv(TIMEOUT, value)
-    with pytest.raises(ValueError, match=f"{TIMEOUT}={value}"):
+    with pytest.raises(TransportError, match=f"{TIMEOUT}={value}"):
         timeout_seconds()
 
 

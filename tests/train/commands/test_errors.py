@@ -32,6 +32,7 @@ EXTERNAL = {
     "limit of a file": (OSError(errno.EFBIG, "File too large"), "File too large"),
     "folder of another user": (OSError(errno.EACCES, "Permission denied"), "check the disk and its permissions"),
     "rank of a ring": (watchdog.RingFault("ringattn: rank 1 gives no sign of life"), "rank 1 gives no sign of life"),
+    "transport": (watchdog.TransportError("RINGATTN_TRANSPORT=x: it must be one of auto"), "RINGATTN_TRANSPORT=x: it must"),
     "rank, reported by gloo": (RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error\nmore"), "another rank"),
     "rank, reported by NCCL": (dist.DistBackendError("NCCL error"), "another rank"),
 }
