@@ -1,10 +1,9 @@
 """Find the checkpoint from which a run resumes, and compare the checkpoint with the run's settings and corpus."""
 
 import json
-import logging
 from collections.abc import Iterable
 from dataclasses import asdict
-from functools import cache
+from logging import WARNING
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,11 @@ import torch.distributed as dist
 from omegaconf.errors import OmegaConfBaseException
 
 from ringattn.train.checkpoint import storage
+from ringattn.train.data.workers import log_once
 from ringattn.train.parallel.ranks import broadcast_object, sync_errors
 from ringattn.train.settings.config import GROUPS, Config, ConfigError, TrainerConfig, resolve_path, with_settings
 from ringattn.train.settings.literal import literal_config
 from ringattn.train.settings.resolution import reset_unused
-
-log = logging.getLogger(__name__)
 
 # The settings that a resumed run must not change
 FIXED = ("model.", "data.mask_documents", "memory.moments")
@@ -58,7 +56,8 @@ def saved_config(meta: dict[str, Any]) -> Config:
             "the checkpoint"
         )
     if unknown:
-        _log_ignored(", ".join(unknown))
+        reason = "because this version does not have them"
+        log_once(f"{'settings':<12}of another version are ignored, {reason}: {', '.join(unknown)}", WARNING)
     try:
         config = literal_config(saved)
     except (OmegaConfBaseException, RecursionError) as error:
@@ -67,11 +66,6 @@ def saved_config(meta: dict[str, Any]) -> Config:
     if config.data.held_out is None and "eval_fraction" not in saved["data"]:
         config = with_settings(config, {"data.eval_fraction": 0.0})  # Earlier versions trained on the whole text.
     return reset_unused(config, given=set())  # Earlier versions also saved unused values.
-
-
-@cache  # Log each message once, although the settings of a checkpoint are read several times.
-def _log_ignored(settings: str) -> None:
-    log.warning(f"{'settings':<12}of another version are ignored, because this version does not have them: {settings}")
 
 
 def read_run_meta(path: Path) -> dict[str, Any]:
