@@ -106,6 +106,7 @@ class Recorder:
         self._file.seek(self._file.tell() - len("}\n"))
         self._file.write(", " + _to_json(values).removeprefix("{"))
         self._file.flush()
+        os.fsync(self._file.fileno())  # as for checkpoints, so that a power failure does not lose the records of saved steps
         self._latest |= values
         if "eval_loss" in values:
             self._show_latest()

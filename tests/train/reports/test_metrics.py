@@ -134,6 +134,15 @@ def test_latest_record_is_extended(tmp_path):
     assert [entry.get("checkpoint_s") for entry in read(tmp_path / "metrics.jsonl")] == [3.5, None]
 
 
+def test_records_of_saved_and_evaluated_steps_are_on_the_disk(tmp_path, monkeypatch):
+    recorder, synced = Recorder(config(), tmp_path), []
+    monkeypatch.setattr(metrics.os, "fsync", lambda _: synced.append(read(tmp_path / "metrics.jsonl")))
+    record(recorder, 1, 2)
+    recorder.extend(2, checkpoint_s=2.5)
+    ((first, second),) = synced
+    assert (first["step"], second["step"], second["checkpoint_s"]) == (1, 2, 2.5)
+
+
 def test_new_run_starts_a_new_file(tmp_path):
     record(Recorder(config(), tmp_path), 1, 2)
     record(Recorder(config(), tmp_path), 1)
