@@ -15,12 +15,12 @@ from ringattn.layout import Layout
 from ringattn.mask import Mask
 
 IGNORE = -100  # the label of tokens that do not contribute to the loss
-# Descriptions of packed documents for FlashAttention. Only the first entry is needed.
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Descriptions of packed documents for FlashAttention and other layers. One of the first three entries is enough.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "max_length_q", "max_length_k")
 LABELS = ("labels", "shift_labels", "num_items_in_batch")
 # The entries in FLAGS do not depend on the tokens.
 FLAGS = ("return_dict", "use_cache", "fused_lm_head")
-TENSORS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"}
+TENSORS = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "seq_idx", "labels", "shift_labels"}
 KNOWN = {*TENSORS, *PACKING, *LABELS, *FLAGS}
 
 
@@ -53,14 +53,15 @@ class RingBatch:
 def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, Any]:
     """Return the arguments of `model(...)` for this rank's tokens of a batch.
 
-    A document begins where `position_ids` jump, at each entry of `cu_seq_lens_q`, and before and after padding. Padding on the
-    left or on the right is a document of its own. If the first token after padding has a label, the last padding token predicts
-    it and attends to nothing, as with SDPA in transformers.
+    A document begins where `position_ids` jump or `seq_idx` changes, at each entry of `cu_seq_lens_q` or `cu_seq_lens_k`, and
+    before and after padding. Padding on the left or on the right is a document of its own. If the first token after padding has
+    a label, the last padding token predicts it and attends to nothing, as with SDPA in transformers.
 
     Args:
         batch: the same on all ranks. One entry is input_ids (B, S) or inputs_embeds (B, S, dim). Optional entries are
-            attention_mask (B, S) of 0 and 1, position_ids (B, S), cu_seq_lens_q, and labels (B, S) or shift_labels (B, S). In
-            shift_labels, the label of a token is the next token. Labels are shifted before they are sharded.
+            attention_mask (B, S) of 0 and 1, position_ids (B, S), seq_idx (B, S), cu_seq_lens_q, cu_seq_lens_k, and labels
+            (B, S) or shift_labels (B, S). In shift_labels, the label of a token is the next token. Labels are shifted before
+            they are sharded.
         mesh: the one-dimensional mesh of the ranks that share the batch; None for one process.
 
     Returns:
@@ -135,7 +136,7 @@ def _check(batch: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} {kind}: it must be a tensor (batch, tokens)")
     entries, seq_len = inputs_of(batch).shape[:2]
     for name in given & TENSORS - {"input_ids", "inputs_embeds"}:
-        shapes = [(entries, seq_len), (1, seq_len)] if name == "position_ids" else [(entries, seq_len)]
+        shapes = [(entries, seq_len), (1, seq_len)] if name in ("position_ids", "seq_idx") else [(entries, seq_len)]
         if tuple(batch[name].shape) not in shapes:
             raise ValueError(f"{name} has the shape {tuple(batch[name].shape)}: it must be {shapes[0]}")
     mask = batch.get("attention_mask")
@@ -143,7 +144,7 @@ def _check(batch: Mapping[str, Any]) -> None:
         return
     if ((mask != 0) & (mask != 1)).any():
         raise ValueError("attention_mask contains other values than 0 and 1: mark documents with position_ids")
-    if (mask.diff(prepend=mask.new_zeros(entries, 1)) == 1).sum(1).gt(1).any():
+    if (mask.int().diff(prepend=mask.new_zeros(entries, 1).int()) == 1).sum(1).gt(1).any():
         raise ValueError("attention_mask has padding between tokens: only padding on the left and on the right is supported")
 
 
@@ -177,10 +178,12 @@ def document_starts(batch: Mapping[str, Any]) -> np.ndarray:
     """Mark the tokens at which a document begins: bool (B, S)."""
     starts = np.zeros(inputs_of(batch).shape[:2], dtype=bool)
     starts[:, :1] = True
-    if batch.get("position_ids") is not None:
-        starts[:, 1:] |= (batch["position_ids"].diff(dim=1) != 1).cpu().numpy()
-    if batch.get("cu_seq_lens_q") is not None:
-        starts = _packed_starts(batch["cu_seq_lens_q"].cpu().numpy(), starts, batch.get("position_ids") is not None)
+    for name, step in (("position_ids", 1), ("seq_idx", 0)):
+        if batch.get(name) is not None:
+            starts[:, 1:] |= (batch[name].diff(dim=1) != step).cpu().numpy()
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if batch.get(name) is not None:
+            starts = _packed_starts(name, batch[name].cpu().numpy(), starts)
     if batch.get("attention_mask") is not None:
         mask = batch["attention_mask"].bool().cpu().numpy()
         starts[:, 1:] |= mask[:, 1:] != mask[:, :-1]
@@ -188,14 +191,12 @@ def document_starts(batch: Mapping[str, Any]) -> np.ndarray:
     return starts
 
 
-def _packed_starts(edges: np.ndarray, restarts: np.ndarray, has_positions: bool) -> np.ndarray:
+def _packed_starts(name: str, edges: np.ndarray, restarts: np.ndarray) -> np.ndarray:
     entries, seq_len = restarts.shape
     if entries != 1 or edges[0] != 0 or edges[-1] != seq_len or (np.diff(edges) < 0).any():
-        raise ValueError(
-            f"cu_seq_lens_q must rise from 0 to {seq_len}, for one row of tokens, but the batch has {entries} rows"
-        )
+        raise ValueError(f"{name} must rise from 0 to {seq_len}, for one row of tokens, but the batch has {entries} rows")
     starts = np.zeros_like(restarts)
     starts[0, edges[edges < seq_len]] = True
-    if has_positions and (restarts & ~starts).any():
-        raise ValueError("position_ids restart inside a document of cu_seq_lens_q: remove one of the two")
+    if (restarts & ~starts).any():
+        raise ValueError(f"position_ids restart inside a document of {name}, or another entry ends it: remove all but one")
     return starts

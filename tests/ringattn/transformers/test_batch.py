@@ -21,6 +21,7 @@ DOCUMENTS = {
     "whole rows": ({}, None),
     "no padding": (dict(attention_mask=[[1] * 6] * 2), None),
     "right padding": (dict(attention_mask=[[1, 1, 1, 1, 0, 0], [1] * 6]), [[4, 2], [6]]),
+    "right padding in bool": (dict(attention_mask=[[True] * 4 + [False] * 2, [True] * 6]), [[4, 2], [6]]),
     "left padding": (dict(attention_mask=[[0, 0, 0, 1, 1, 1], [0] + [1] * 5]), [[3, 3], [1, 5]]),
     "both": (dict(attention_mask=[[0, 1, 1, 1, 0, 0], [0] * 6]), [[1, 3, 2], [6]]),
     "positions": (dict(position_ids=[[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]), [[3, 2, 1], [6]]),
@@ -32,6 +33,13 @@ DOCUMENTS = {
     ),
     "cu_seq_lens": (ONE | dict(cu_seq_lens_q=[0, 2, 5, 6, 6], max_length_q=3), [[2, 3, 1]]),
     "cu_seq_lens and positions": (ONE | dict(cu_seq_lens_q=[0, 2, 6], position_ids=[[0, 1, 0, 1, 2, 3]]), [[2, 4]]),
+    "only cu_seq_lens of keys": (ONE | dict(cu_seq_lens_k=[0, 2, 6], max_length_k=4), [[2, 4]]),
+    "only seq_idx": (dict(seq_idx=[[0, 0, 1, 1, 1, 1], [5] * 6]), [[2, 4], [6]]),
+    "seq_idx and cu_seq_lens": (
+        ONE | dict(seq_idx=[[0, 0, 1, 1, 1, 1]], cu_seq_lens_q=[0, 2, 6], cu_seq_lens_k=[0, 2, 6]),
+        [[2, 4]],
+    ),
+    "seq_idx and positions that go on": (dict(seq_idx=[[0, 0, 1, 1, 1, 1]], position_ids=[[0, 1, 2, 3, 4, 5]]), [[2, 4]] * 2),
     # FlashAttention separates these documents as well, although the positions go on.
     "positions that go on": (ONE | dict(cu_seq_lens_q=[0, 2, 6], position_ids=[[0, 1, 2, 3, 4, 5]]), [[2, 4]]),
 }
@@ -97,6 +105,11 @@ ERRORS = {
     "padding between tokens": dict(attention_mask=[[1, 1, 0, 0, 1, 1]] * 2),
     "but the batch has 2 rows": dict(cu_seq_lens_q=[0, 6]),
     "cu_seq_lens_q must rise from 0 to 6": ONE | dict(cu_seq_lens_q=[0, 3, 5]),
+    "cu_seq_lens_k must rise from 0 to 6": ONE | dict(cu_seq_lens_k=[0, 5]),
+    r"seq_idx has the shape \(2, 5\)": dict(seq_idx=TOKENS[:, 1:]),
+    "inside a document of cu_seq_lens_q, or another entry ends it": ONE
+    | dict(cu_seq_lens_q=[0, 6], seq_idx=[[0, 0, 1, 1, 1, 1]]),
+    "inside a document of cu_seq_lens_k, or another entry ends it": ONE | dict(cu_seq_lens_q=[0, 2, 6], cu_seq_lens_k=[0, 6]),
     "position_ids restart inside a document": ONE | dict(cu_seq_lens_q=[0, 4, 6], position_ids=[[0, 1, 0, 1, 0, 1]]),
 }
 
