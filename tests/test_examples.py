@@ -60,12 +60,26 @@ def test_decoding_on_two_ranks_equals_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_of_hugging_face_is_finetuned_and_exported(tmp_path: Path) -> None:
+    """Each output has its own training."""
     folder = write_chat_folder(tmp_path / "model")
     settings = ["trainer.steps=2", "data.seq_len=64", "trainer.batch_size=2", "trainer.sample_tokens=0", "logger=off"]
-    script = [sys.executable, str(EXAMPLES / "finetune.py"), str(folder), str(write_corpus(tmp_path / "corpus")), "new"]
-    assert "step 2/2" in run([*script, "--ranks", "2", *settings], tmp_path)
-    assert (tmp_path / "new" / "config.json").exists()
-    assert list((tmp_path / "new").glob("*.safetensors"))
+    script = [sys.executable, str(EXAMPLES / "finetune.py"), str(folder)]
+    for text, output in ((write_corpus(tmp_path / "corpus"), "new"), (EXAMPLES / "own_loop.py", "other")):
+        assert "step 2/2" in run([*script, str(text), output, "--ranks", "2", *settings], tmp_path)
+        assert (tmp_path / output / "config.json").exists()
+        assert list((tmp_path / output).glob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_an_error_of_the_training_ends_the_script(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "finetune.py"), "missing", str(EXAMPLES), "new"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=child_environment(**CPU), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1
+    assert "error: trainer.init_from=" in done.stderr
+    assert "CalledProcessError" not in done.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_notebook_prints_what_it_shows() -> None:
