@@ -297,8 +297,8 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
     ) -> Tensors:
         _, prepared = self._prepare("kv", results=False)
-        if not prepared:
-            return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        if [local_step.rows for local_step in prepared] != [range(k.shape[1])]:  # no query attends to some of the keys
+            return self._backward_kv(q, k, v, out, lse, dout, dlse)
         ((intervals, options),) = prepared.values()
         return dispatch.backward(q, k, v, dout, lse, (out, dlse), intervals, self.spec.scale, **options)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ringattn import Layout, Mask, ring, ring_attention, simulate
+from ringattn import Layout, Mask, flash_attention, ring, ring_attention, simulate
 from ringattn.comm.simulated import SimulatedRank
 from ringattn.comm.transport import Addressed, Wait
 from ringattn.kernels.interval_mask import Intervals
@@ -215,6 +215,21 @@ def test_a_query_without_keys_on_its_own_rank_is_exact() -> None:
     out, _, _, _, dv = case.on_ring(Layout.striped(20, 3), Mask.causal(window=1))
     assert torch.allclose(out, case.v, atol=1e-12)
     assert torch.allclose(dv, case.dout, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("keys", [(2, 20), (0, 15), (7, 7)], ids=str)
+def test_keys_to_which_no_query_attends(keys: tuple[int, int], dtype: torch.dtype, ranks: int) -> None:
+    """The gradients of the first keys, of the last keys or of all keys are 0."""
+    case, mask = Case.random(20, batch=2), Mask.from_intervals(*([bound] * 20 for bound in keys))
+    got = case.to(dtype).on_ring(Layout.zigzag(20, ranks), mask)
+    inputs = [x.requires_grad_() for x in (case.q, case.k, case.v)]
+    exact = flash_attention(*inputs, mask=mask, backend="reference", return_lse=True)
+    grads = torch.autograd.grad(exact, inputs, (case.dout, case.dlse))
+    for x, y in zip(got, (*exact, *grads), strict=True):
+        torch.testing.assert_close(x.double(), y.double(), rtol=0, atol=1e-9 if dtype == torch.float64 else 1e-4)
+    assert got[0].dtype == got[2].dtype == got[3].dtype == got[4].dtype == dtype
 
 
 @pytest.mark.parametrize("all_pairs", [False, True])
