@@ -372,6 +372,12 @@ def merge_packed(states: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tenso
     return (_triton().merge_states if on_gpu else reference).merge_packed(states, shape, dtype)
 
 
+def clear_without_keys(lse: Tensor, dout: Tensor, dlse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Replace the gradients `dout` and `dlse` of queries without keys by 0, because they may be NaN."""
+    has_no_keys = lse == float("-inf")
+    return dout.masked_fill(has_no_keys[..., None], 0.0), None if dlse is None else dlse.masked_fill(has_no_keys, 0.0)
+
+
 class IncrementalBackward:
     """Compute the backward of one block of queries and several blocks of keys that a ring delivers one after another.
 

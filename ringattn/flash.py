@@ -153,8 +153,7 @@ def _block_mask(keep: Tensor, size: int) -> BlockMask:
 
 def _kernel_arguments(q: Tensor, k: Tensor, spec: AttentionSpec) -> tuple[tuple[Intervals, float], dict[str, Any]]:
     num_queries, num_keys = q.shape[1], k.shape[1]
-    numbers = tuple(spec.numbers.tolist())
-    intervals = _intervals(numbers, (spec.before, spec.after), num_queries, num_keys, q.device)
+    intervals = _intervals(tuple(spec.numbers.tolist()), (spec.before, spec.after), num_queries, num_keys, q.device)
     dropout = None
     if spec.dropout_p:
         query_positions, key_positions = (_positions(count, num_keys, q.device) for count in (num_queries, num_keys))
@@ -175,11 +174,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> custom_op.
 def _backward(saved: list[Tensor], dout: Tensor, dlse: Tensor | None, spec: AttentionSpec) -> tuple[Tensor, ...]:
     q, k, v, out, lse = saved
     arguments, options = _kernel_arguments(q, k, spec)
-    # For queries without keys, dout and dlse may be NaN, so replace them by 0.
-    if spec.keep is not None or q.shape[1] > k.shape[1]:
-        has_no_keys = lse == float("-inf")
-        dout = dout.masked_fill(has_no_keys[..., None], 0.0)
-        dlse = None if dlse is None else dlse.masked_fill(has_no_keys, 0.0)
+    intervals, _ = arguments
+    if spec.keep is not None or intervals.num_nonempty_rows < intervals.lo.numel():
+        dout, dlse = dispatch.clear_without_keys(lse, dout, dlse)
 
     def backward(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None

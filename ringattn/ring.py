@@ -221,6 +221,8 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None = None
     ) -> Tensors:
         """Return dq, dk, dv in the dtypes of q, k, v."""
+        if self.plan.has_queries_without_keys:
+            dout, dlse = dispatch.clear_without_keys(lse, dout, dlse)
         if self.spec.precision == "fp8":
             return dispatch.backward_fp8(self._backward, q, k, v, out, lse, dout, dlse)
         return self._backward(q, k, v, out, lse, dout, dlse)

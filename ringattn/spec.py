@@ -68,8 +68,7 @@ class AttentionSpec(NamedTuple):
         """Let the watchdog of a transport compare this call with the calls of the other ranks."""
         if transport.size == 1:
             return
-        numbers = tuple(self.numbers.tolist())
-        key = name, q.shape, k.shape, v.shape, q.dtype, numbers, self[1:], *others.values()
+        key = name, q.shape, k.shape, v.shape, q.dtype, tuple(self.numbers.tolist()), self[1:], *others.values()
         transport.watchdog.record_call(key, partial(self.as_call, name, q, k, v, **others))
 
     def as_call(self, name: str, q: Tensor, k: Tensor, v: Tensor, **others: object) -> Call:

@@ -143,6 +143,7 @@ KEYLESS = {  # numbers of queries and keys, and options
     "fp8": (40, 30, dict(is_causal=True, precision="fp8")),
     "dropout": (40, 30, dict(is_causal=True, dropout_p=0.5, seed=1)),
     "no keys": (7, 0, {}),
+    "intervals": (40, 40, dict(mask=Mask.from_intervals([0] * 10 + [5] * 30, [0] * 10 + [20] * 20 + [40] * 10))),
     "blocks": (128, 128, dict(is_causal=True, blocks=BlockMask(torch.tensor([[[[False, True], [True, True]]]]), 64))),
     "blocks of some heads": (70, 70, dict(blocks=BlockMask((torch.arange(8) > 3).view(1, 4, 2, 1).expand(-1, -1, -1, 2), 64))),
 }

@@ -232,6 +232,19 @@ def test_keys_to_which_no_query_attends(keys: tuple[int, int], dtype: torch.dtyp
     assert got[0].dtype == got[2].dtype == got[3].dtype == got[4].dtype == dtype
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("schedule", ["state", "kv"])
+def test_gradients_of_queries_without_keys_have_no_effect(schedule: str, ranks: int) -> None:
+    """These gradients may be NaN, because out and lse of such queries do not depend on q, k and v."""
+    case, layout = Case.random(20), Layout.zigzag(20, ranks)
+    mask = Mask.from_intervals([0] * 5 + [2] * 15, [0] * 5 + [9] * 10 + [20] * 5)
+    got = []
+    for value in (0.0, float("nan")):
+        case.dout[:, :5], case.dlse[:, :5] = value, value
+        got.append(case.on_ring(layout, mask, schedule=schedule))
+    assert all(torch.equal(x, y) for x, y in zip(*got, strict=True))
+
+
 @pytest.mark.parametrize("all_pairs", [False, True])
 @pytest.mark.parametrize("schedule", ["state", "kv"])
 def test_passes_that_reuse_memory_are_exact(schedule: str, all_pairs: bool) -> None:
