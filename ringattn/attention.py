@@ -67,7 +67,8 @@ def ring_attention(
         precision: as for `flash_attention`, the same on all ranks. With "fp8", each block of 128 rows of a shard has one scale.
         return_lse: also return the log-sum-exp of the scores.
         sink_logits: (Hq,), learned logits that take part in the softmax but have no value. Sinks may require gradients. Each
-            rank computes the gradient that comes from its own queries. None for no sinks.
+            rank computes the gradient that comes from its own queries. None for no sinks. A sink may be -inf only if every
+            query has a key; otherwise, the output of a query without keys is NaN.
 
     Returns:
         out (B, N, Hq, Dv) in q's dtype, or (out, lse). The log-sum-exp lse (B, N, Hq) is fp32 (fp64 for fp64 inputs). A query
