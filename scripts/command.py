@@ -58,7 +58,7 @@ def png_file(text: str) -> Path:
 
 @contextmanager
 def exit_without_memory() -> Generator[None]:
-    """Exit with one line if the memory runs out inside the context. If there are several ranks, the first one prints it."""
+    """Exit with one line if the memory runs out inside the context. Of several ranks, only one prints the line."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
