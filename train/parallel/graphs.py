@@ -44,7 +44,7 @@ def can_capture(config: Config, shape: MeshShape, device: torch.device, compiled
     # PyTorch's attention reads the mask on the host.
     has_kernel = config.parallel.kernel in ("auto", "hopper", "triton") and model.resolved_head_dim <= MAX_HEAD_DIM
     # The hooks of several FSDP groups cannot be captured.
-    one_group = estimate.blocks_per_group(model, bf16, alone=shape.ranks == 1) == model.layers
+    one_group = estimate.blocks_per_group(model, bf16, shape.ranks) == model.layers
     # Message sizes must not depend on the documents, so all shards must have the same length.
     has_equal_parts = seq_len % shape.sequence == 0 and always_has_equal_shards(seq_len, shape.ring)
     # Graphs support neither the load-balancing loss of experts nor sinks.

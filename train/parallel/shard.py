@@ -35,8 +35,7 @@ def shard_model(model: GPT, mesh: Mesh, device: torch.device, seed: int, bf16: b
     # With `reshard_after_forward=None`, FSDP frees the gathered parameters after the forward pass, except in the root module.
     reshard = None if estimate.reshard_after_forward(model.config, bf16) else False
     generator = torch.Generator(device).manual_seed(seed)
-    alone = mesh.all.size() == 1 and not host_blocks
-    size, blocks = estimate.blocks_per_group(model.config, bf16, alone), list(model.blocks)
+    size, blocks = estimate.blocks_per_group(model.config, bf16, mesh.all.size(), host_blocks), list(model.blocks)
     groups = [blocks[start : start + size] for start in range(0, len(blocks), size)]
     on_host = [start >= len(blocks) - host_blocks for start in range(0, len(blocks), size)]
     # A single group contains all parameters. If there are several groups, parameters outside the blocks stay on the device.

@@ -191,8 +191,8 @@ def step_time(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPl
 
 def _host_seconds(config: Config, shape: MeshShape, machine: Machine, plan: MemoryPlan) -> float:
     """Return the seconds of work on the host of a rank in a micro-step."""
-    alone = machine.ranks == 1 and not plan.host_blocks
-    groups = -(-config.model.layers // estimate.blocks_per_group(config.model, machine.bf16, alone))
+    size = estimate.blocks_per_group(config.model, machine.bf16, machine.ranks, plan.host_blocks)
+    groups = -(-config.model.layers // size)
     chunks = plan.num_chunks(estimate.tokens_per_rank(config, shape))
     hops = 3 * shape.ring + 1 if shape.ring > 1 else 1
     # On another mesh, graphs may be impossible even if `trainer.cuda_graphs` is True.

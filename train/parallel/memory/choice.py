@@ -66,7 +66,7 @@ def choose_plan(config: Config, shape: MeshShape, machine: Machine) -> tuple[Mem
 
 def _bases(config: Config, shape: MeshShape, bf16: bool) -> Iterator[MemoryPlan]:
     layers, rows = config.model.layers, estimate.tokens_per_rank(config, shape)
-    group = estimate.blocks_per_group(config.model, bf16)
+    group = estimate.blocks_per_group(config.model, bf16, shape.ranks, layers)
     # Only whole FSDP groups are offloaded, beginning with the last group.
     groups = -(-layers // group)
     step = -(-groups // HOST_CHOICES)

@@ -24,9 +24,9 @@ def reshard_after_forward(model: ModelConfig, bf16: bool) -> bool:
     return model.layers * _block_bytes(model, bf16) > SMALL_MODEL
 
 
-def blocks_per_group(model: ModelConfig, bf16: bool, alone: bool = False) -> int:
-    """Return the number of blocks per FSDP group. `alone` is True if only one rank exists, and no block is in host memory."""
-    if alone and not reshard_after_forward(model, bf16):
+def blocks_per_group(model: ModelConfig, bf16: bool, ranks: int, host_blocks: int = 0) -> int:
+    """Return the number of blocks per FSDP group. The optimizer updates `host_blocks` blocks in host memory, group by group."""
+    if ranks == 1 and host_blocks == 0 and not reshard_after_forward(model, bf16):
         return model.layers  # One rank transfers nothing, and a single group allows CUDA graphs.
     return min(max(GROUP_BYTES // _block_bytes(model, bf16), 1), model.layers)
 
@@ -111,12 +111,12 @@ def needs(
     head = logits_dim * model.dim
     block = block_parameters(model)
     vocab, blocks = other_parameters(model, vocab_size), layers * block
-    group = blocks_per_group(model, bf16, ranks == 1 and not plan.host_blocks) * block
+    group = blocks_per_group(model, bf16, ranks, plan.host_blocks) * block
     resharded = reshard_after_forward(model, bf16)
     # The parameters outside the blocks stay gathered during the whole step.
     gathered = size * (vocab if resharded else vocab + blocks)
     prefetched = size * group if resharded else 0
-    kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, plan)
+    kept = vocab + blocks - _host_parameters(model, vocab_size, bf16, ranks, plan)
     # The GPU keeps two fp32 buffers for weights from host memory.
     state = ((4 + moment_bytes(config)) * kept + (8 * group if plan.host_blocks else 0)) / ranks
     # Gradients exist before a backward pass only if a step has several micro-steps.
@@ -180,7 +180,7 @@ def _loss_bytes(dim: int, logits_dim: int, size: int, tokens: int, compiled: boo
 
 def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, plan: MemoryPlan) -> Bytes:
     model = config.model
-    parameters = _host_parameters(model, vocab_size, bf16, plan) / shape.ranks
+    parameters = _host_parameters(model, vocab_size, bf16, shape.ranks, plan) / shape.ranks
     copied = bool(config.trainer.background_saves) * (
         other_parameters(model, vocab_size) + model.layers * block_parameters(model)
     )
@@ -192,9 +192,10 @@ def _host_bytes(config: Config, shape: MeshShape, vocab_size: int, bf16: bool, p
     }
 
 
-def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, plan: MemoryPlan) -> float:
+def _host_parameters(model: ModelConfig, vocab_size: int, bf16: bool, ranks: int, plan: MemoryPlan) -> float:
     # A single FSDP group contains all parameters.
-    others = other_parameters(model, vocab_size) if plan.host_blocks and blocks_per_group(model, bf16) == model.layers else 0
+    has_one_group = blocks_per_group(model, bf16, ranks, plan.host_blocks) == model.layers
+    others = other_parameters(model, vocab_size) if plan.host_blocks and has_one_group else 0
     return plan.host_blocks * block_parameters(model) + others
 
 

@@ -106,12 +106,13 @@ def test_few_parameters_stay_gathered():
 
 def test_small_blocks_are_gathered_together():
     small = ModelConfig(layers=12, dim=768, heads=12, kv_heads=12)
-    assert (estimate.blocks_per_group(small, bf16=True), estimate.blocks_per_group(small, bf16=False)) == (12, 9)
-    assert estimate.blocks_per_group(LLAMA, bf16=True) == 1
+    assert [estimate.blocks_per_group(small, bf16, ranks=2) for bf16 in (True, False)] == [12, 9]
+    assert estimate.blocks_per_group(LLAMA, bf16=True, ranks=2) == 1
     tiny = ModelConfig(layers=3, dim=64, heads=4, kv_heads=4)
-    assert estimate.blocks_per_group(tiny, bf16=True) == 3
+    assert estimate.blocks_per_group(tiny, bf16=True, ranks=2) == 3
     # One rank transfers nothing.
-    assert [estimate.blocks_per_group(model, bf16=False, alone=True) for model in (small, LLAMA)] == [12, 1]
+    assert [estimate.blocks_per_group(model, bf16=False, ranks=1) for model in (small, LLAMA)] == [12, 1]
+    assert estimate.blocks_per_group(small, bf16=False, ranks=1, host_blocks=1) == 9
 
 
 def test_ulysses_saves_one_more_attention_output():
