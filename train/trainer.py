@@ -370,7 +370,7 @@ def resume(run: Run, directory: Path, checkpoint: Path) -> tuple[int, int]:
         if is_job_of_sweep(directory) and checkpoint.parent.resolve() == (directory / "checkpoints").resolve():
             resume_rules.check_job_of_sweep(checkpoint, meta, run.config)
         changed = resume_rules.compare_settings(checkpoint, meta, run.config, run.tokens_per_step)
-        initial_weights.compare_settings(checkpoint, run.config, run.tokenizer)  # raises an error for another tokenizer
+        initial_weights.check_tokenizer_of(checkpoint, meta, run.config, run.tokenizer)
         if isinstance(run.data, StreamDataset):
             stream = run.data.at(meta.get("stream"), meta["consumed"])
             run.loader.begin(replace(run.loader.preparation, data=stream))

@@ -1,6 +1,7 @@
 """Load the initial weights of a new run from a checkpoint or from a Hugging Face model (`trainer.init_from`)."""
 
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -36,9 +37,14 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
             "Face model (with a config.json)"
         )
     meta = read_run_meta(path)
+    check_tokenizer_of(path, meta, config, tokenizer)
+    return compare_model_settings(path, meta, config)
+
+
+def check_tokenizer_of(path: Path, meta: dict[str, Any], config: Config, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError unless the run has the tokenizer of the checkpoint at `path`, whose meta.json contains `meta`."""
     reason = f"{path} was trained with the tokenizer {meta['config']['data'].get('tokenizer')}"
     check_tokenizer(config.data.tokenizer, tokenizer, meta.get("tokenizer"), reason)
-    return compare_model_settings(path, meta, config)
 
 
 def load(path: Path, model: nn.Module) -> None:
