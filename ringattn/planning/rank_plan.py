@@ -74,7 +74,8 @@ class Plan:
         self.mask, self.layout, self.rank, self.device, self.is_fixed = mask, layout, rank, device, is_fixed
         # (query, key) pairs per batch entry, on average
         self.pairs = float(overlaps(mask, layout).pairs.sum())
-        self.has_queries_without_keys = bool((all_runs(mask, layout).lo >= all_runs(mask, layout).hi).any())
+        queries = all_runs(mask, layout)
+        self.has_queries_without_keys = bool((queries.lo >= queries.hi).any())
         self._schedules: dict[tuple[Any, ...], Schedule] = {}
         self._block_pairs: dict[tuple[Any, ...], dict[LocalStep, BlockPair]] = {}
         self._choices: dict[tuple[Any, ...], str] = {}

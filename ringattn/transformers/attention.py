@@ -71,7 +71,8 @@ def attend(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     options = dict(layout=ring_batch.layout, group=ring_batch.group, scale=scaling, sink_logits=s_aux)
     out: Any = ring_attention(q, k, v, mask=ring_batch.mask(sliding_window), **options)
-    return out if ring_batch.padding is None else out.masked_fill(ring_batch.padding[:, :, None, None], 0), None
+    padding = ring_batch.padding
+    return out if padding is None else out.masked_fill(padding[:, :, None, None], 0), None
 
 
 def _is_neutral(name: str, argument: object) -> bool:
