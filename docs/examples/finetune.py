@@ -18,7 +18,7 @@ args, settings = parser.parse_known_args()  # all other arguments are settings o
 # The settings of the model and the tokenizer come from the folder. If the training is interrupted, the same command resumes it.
 name = f"{Path(args.output).name}-training"
 launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
-settings = [f"name={name}", f"trainer.init_from={args.model}", "data=text", f"data.path={args.text}", *settings]
+settings = [f"trainer.init_from={args.model}", "data=text", f"data.path={args.text}", *settings, f"name={name}"]
 train = [*launcher, "-m", "ringattn.train.run", *settings]
 export = [sys.executable, "-m", "ringattn.train.export", f"run={name}", f"output={args.output}"]
 sys.exit(subprocess.run(train).returncode or subprocess.run(export).returncode)
