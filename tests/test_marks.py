@@ -9,7 +9,7 @@ from tests import conftest, worker
 
 
 def test_a_folder_with_the_name_of_a_mark_changes_nothing(request, monkeypatch):
-    """Pytest adds the names of folders to `keywords`. A clone in a folder named `gpu` skipped all tests."""
+    """Pytest's `keywords` contain the names of folders. They must not skip the tests of a clone in a folder named `gpu`."""
     item: pytest.Item = request.node
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(conftest, "left_out", Counter())

@@ -125,7 +125,7 @@ class _NvlinkExchange:
     def send(self, block: Tensors, take: Slice, put: Slice) -> None:
         all_to_all, transport = self.all_to_all, self.all_to_all.transport
         others = transport.others
-        # Strided copies require contiguous heads and tokens that do not overlap, unlike those of an expanded tensor.
+        # Strided copies require contiguous heads, and tokens that do not overlap. In an expanded tensor, tokens overlap.
         block = tuple(
             x if x.stride()[2:] == (x.shape[3], 1) and x.stride(1) >= x.shape[2] * x.shape[3] else x.contiguous() for x in block
         )

@@ -54,8 +54,8 @@ def shard_batch(batch: Mapping[str, Any], mesh: DeviceMesh | None) -> dict[str, 
     """Return the arguments of `model(...)` for this rank's tokens of a batch.
 
     A document begins where `position_ids` jump or `seq_idx` changes, at each entry of `cu_seq_lens_q` or `cu_seq_lens_k`, and
-    before and after padding. Padding on the left or on the right is a document of its own. If the first token after padding has
-    a label, the last padding token predicts it and attends to nothing, as with SDPA in transformers.
+    where padding begins or ends. Padding on the left or on the right is a document of its own. If the first token after padding
+    has a label, the last padding token predicts it and attends to nothing, as with SDPA in transformers.
 
     Args:
         batch: the same on all ranks. One entry is input_ids (B, S) or inputs_embeds (B, S, dim). Optional entries are

@@ -42,7 +42,7 @@ def compare_settings(path: Path, config: Config, tokenizer: Tokenizer) -> str:
 
 
 def check_tokenizer_of(path: Path, meta: dict[str, Any], config: Config, tokenizer: Tokenizer) -> None:
-    """Raise ConfigError unless the run has the tokenizer of the checkpoint at `path`, whose meta.json contains `meta`."""
+    """Raise ConfigError if the checkpoint at `path` was trained with another tokenizer. `meta` is its meta.json."""
     reason = f"{path} was trained with the tokenizer {meta['config']['data'].get('tokenizer')}"
     check_tokenizer(config.data.tokenizer, tokenizer, meta.get("tokenizer"), reason)
 

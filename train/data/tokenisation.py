@@ -213,7 +213,7 @@ def _fill(job: Job, key: str, num_proc: int) -> None:
         "key": key,
         "shards": [{name: shard[name] for name in shards.SHARD_ENTRIES} for shard in found if shard["documents"]],
     }
-    # Without file locks, another process may have written the index and removed descriptions that `glob` did not find.
+    # Without file locks, another process may have written the index, and deleted descriptions before `glob` found them.
     if not (folder / INDEX).exists():
         write_json(folder / INDEX, index)
 

@@ -443,7 +443,7 @@ class TrainerConfig(Frozen):
     # Whether training steps are replayed from CUDA graphs, to save time on the host. With CUDA graphs, the ring circulates keys
     # and values, unless `parallel.schedule` is set. None selects CUDA graphs only if the blocks are so small that the GPU might
     # wait for the host. Graphs require a GPU, torch.compile, no recomputed blocks, at most 256 MiB of block parameters (1,024
-    # on one rank), and shards of equal length.
+    # with only one rank), and shards of equal length.
     cuda_graphs: bool | None = None
     # The number of steps between two checkpoints. 0: only one checkpoint, at the end.
     checkpoint_every: int = 250

@@ -37,7 +37,7 @@ def test_sinks_match_the_reference(
 
 
 def test_one_sink_may_serve_all_heads(device: torch.device) -> None:
-    """An expanded tensor has one number in memory. The gradient of each head stays separate."""
+    """All heads of an expanded tensor share one number in memory. Each head has its own gradient."""
     out, lse, sink = torch.randn(1, 9, 3, 16), torch.randn(1, 9, 3), torch.tensor([0.5]).to(device).expand(3)
     expected = [*reference.add_sinks(out, lse, sink.cpu()), *reference.add_sinks_backward(out, lse, sink.cpu(), out, lse)]
     out, lse = out.to(device), lse.to(device)

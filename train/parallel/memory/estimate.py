@@ -25,9 +25,9 @@ def reshard_after_forward(model: ModelConfig, bf16: bool) -> bool:
 
 
 def blocks_per_group(model: ModelConfig, bf16: bool, ranks: int, host_blocks: int = 0) -> int:
-    """Return the number of blocks per FSDP group. The optimizer updates `host_blocks` blocks in host memory, group by group."""
+    """Return the number of blocks per FSDP group. `host_blocks` is the number of blocks in host memory."""
     if ranks == 1 and host_blocks == 0 and not reshard_after_forward(model, bf16):
-        return model.layers  # One rank transfers nothing, and a single group allows CUDA graphs.
+        return model.layers  # A run with one rank transfers nothing, and CUDA graphs require a single group.
     return min(max(GROUP_BYTES // _block_bytes(model, bf16), 1), model.layers)
 
 
